@@ -1,0 +1,95 @@
+"""Artefacts under digests: what a stage produced from exactly these inputs, written atomically.
+
+    <storage>/<cohort>/<kind>/<digest>/         a finished artefact; artefact.json is its record
+    <storage>/<cohort>/work/<kind>-<digest>/    state of an unfinished stage (checkpoints), survives kills
+
+A finished artefact is never written again; a changed input changes the digest and so the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deco_ray.errors import DecoError
+
+RECORD = "artefact.json"
+DIGEST_LENGTH = 16  # hex digits: 64 bits, ample for the artefacts of one lab
+
+
+def digest(inputs: Any) -> str:
+    """Digest of anything JSON can hold; key order does not matter."""
+    text = json.dumps(inputs, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
+
+
+def write_atomically(path: str | Path, data: bytes | str) -> None:
+    """Write, flush to disk, rename: a reader sees the old file or the whole new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True)
+class ArtefactStore:
+    """The artefacts of one cohort below a storage root that all nodes share."""
+
+    root: Path
+
+    def path(self, kind: str, key: str) -> Path:
+        return self.root / kind / key
+
+    def exists(self, kind: str, key: str) -> bool:
+        return (self.path(kind, key) / RECORD).is_file()
+
+    def record(self, kind: str, key: str) -> dict[str, Any]:
+        return json.loads((self.path(kind, key) / RECORD).read_text())
+
+    def work(self, kind: str, key: str) -> Path:
+        """The folder for resumable state of an unfinished stage."""
+        path = self.root / "work" / f"{kind}-{key}"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @contextlib.contextmanager
+    def writing(self, kind: str, key: str, inputs: Any, **facts: Any) -> Iterator[Path]:
+        """A temporary folder that becomes the artefact when the block ends without an error."""
+        final = self.path(kind, key)
+        temporary = final.with_name(f".{key}.{uuid.uuid4().hex[:8]}.tmp")
+        started = time.time()
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            record = {"kind": kind, "digest": key, "inputs": inputs, "seconds": time.time() - started, **facts}
+            write_atomically(temporary / RECORD, json.dumps(record, indent=1, sort_keys=True))
+            try:
+                os.rename(temporary, final)
+            except OSError:
+                # another process finished the same pure function first: its result is ours too
+                if not self.exists(kind, key):
+                    raise
+        except PermissionError as error:
+            raise DecoError(
+                f"cannot write to {self.root}: {error.strerror}; set `storage` to a writable folder"
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(self.root / "work" / f"{kind}-{key}", ignore_errors=True)

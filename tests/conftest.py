@@ -1,0 +1,59 @@
+"""Shared by all tests: a tiny cohort on disk, one local Ray cluster for a whole session."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+import numpy as np
+import pytest
+
+from deco_ray.cohort.schema import CohortMeta
+from deco_ray.cohort.store import Cohort
+from deco_ray.cohort.writer import CohortWriter, SlideFeatures
+from deco_ray.keys import generator
+
+
+def write_tiny_cohort(path, *, slides=(12, 9, 8), dim=16, patches=(20, 60), coords=True, seed=0) -> Cohort:
+    """Three classes on a narrow cone; lesion patches point along their class's own axis."""
+    rng = generator(seed, "tiny cohort")
+    meta = CohortMeta(name="tiny", classes=tuple("abcdef"[: len(slides)]), normal_class=0, dim=dim)
+    with CohortWriter(path, meta) as writer:
+        for label, count in enumerate(slides):
+            for index in range(count):
+                n = int(rng.integers(*patches))
+                features = rng.normal(0, 0.3, (n, dim)).astype(np.float32) + 0.2
+                if label:
+                    features[: max(2, n // 6), label] += 2.5
+                grid = np.stack([np.arange(n) % 8, np.arange(n) // 8], 1) * 512 if coords else None
+                writer.add(
+                    SlideFeatures(
+                        f"s{label}_{index:03d}", f"case{label}_{index // 2}", label, features, grid, 512.0, 8192, 8192
+                    )
+                )
+    return Cohort.open(str(path))
+
+
+@pytest.fixture(scope="session")
+def tiny_cohort(tmp_path_factory) -> Cohort:
+    return write_tiny_cohort(tmp_path_factory.mktemp("cohorts") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """One local Ray for the whole session; never joins a cluster that happens to run on the machine."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=4,
+        object_store_memory=400 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+    )
+    yield ray
+    ray.shutdown()
