@@ -1,0 +1,67 @@
+"""What must never reach a log line, a parameter or an artefact; and what must survive as it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from deco_ray.results.redact import redact, redact_tree
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://ada:hunter2@tracker:5000/api",
+        "https://hunter2@tracker.example",
+        "s3://AKIA123:hunter2@bucket/cohort?region=eu",
+        "postgresql+psycopg://mlflow:hunter2@db/mlflow",
+        "http://ada:p@hunter2@host/x",
+        "https://host/x?token=hunter2&page=2",
+        "https://host/x?page=2&sig=hunter2",
+        "https://host/x?X-Amz-Signature=hunter2",
+        "s3://bucket/x?secret_key=hunter2&access_key=hunter2",
+        "Authorization: Bearer hunter2hunter2",
+        "request failed with headers {'Authorization': 'Basic hunter2hunter2=='}",
+        "could not connect: password=hunter2, retrying",
+    ],
+)
+def test_credentials_are_struck_out(text):
+    assert "hunter2" not in redact(text)
+    assert "***" in redact(text)
+
+
+def test_what_a_reader_needs_survives():
+    assert redact("http://ada:x@tracker:5000/api?page=2") == "http://***@tracker:5000/api?page=2"
+    assert redact("https://host/x?token=abc&page=2") == "https://host/x?token=***&page=2"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sqlite:////data/runs/mlflow.db",
+        "s3://bucket/cohort@v2/patches",
+        "file:///runs/a%20b",
+        "macro-F1 0.61 ± 0.02, mail ada@example.org",
+        "author: Ada, n_tokens 4, keys=3",
+    ],
+)
+def test_other_text_is_untouched(text):
+    assert redact(text) == text
+
+
+def test_settings_are_copied_with_secrets_struck_out():
+    tree = {
+        "tracking": {"uri": "http://ada:hunter2@host", "password": "hunter2"},
+        "tokens": 64,
+        "api_key": ["hunter2"],
+        "seeds": (0, 1),
+        "name": None,
+    }
+    cleaned = redact_tree(tree)
+    assert cleaned == {
+        "tracking": {"uri": "http://***@host", "password": "***"},
+        "tokens": 64,
+        "api_key": ["***"],
+        "seeds": [0, 1],
+        "name": None,
+    }
+    assert tree["tracking"]["password"] == "hunter2"
