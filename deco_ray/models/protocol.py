@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from deco_ray.errors import ModelError
+
 Criterion = Callable[[Tensor, Tensor], Tensor]  # (logits [B, C], labels [B]) -> scalar
 
 
@@ -32,6 +34,17 @@ class Partner:
 
     bag: Tensor  # [N', d]
     label: Tensor  # []
+
+
+def check_choice(option: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse an option's value that is not among the known ones."""
+    if value not in choices:
+        raise ModelError(f"model option {option} = {value!r}: choose one of {', '.join(choices)}")
+
+
+def parameter_count(model: nn.Module) -> int:
+    """How many numbers training moves; a teacher that follows by moving average is not counted."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 class Aggregator(nn.Module):
@@ -129,9 +142,9 @@ class SoftmaxPooling(Aggregator):
 
     def pool_many(self, values: Tensor, scores: Tensor, sub_bags: Sequence[Tensor]) -> Tensor:
         """Logits [1+S, C] of the whole bag and of its sub-bags from one instance pass (ENGINEERING 3.5)."""
-        absent = scores.new_zeros((1 + len(sub_bags), len(values)))
+        absent = scores.new_full((1 + len(sub_bags), len(values)), -torch.inf)
+        absent[0] = 0.0
         for row, members in enumerate(sub_bags, start=1):
-            absent[row] = -torch.inf
-            absent[row, members] = 0.0
+            absent[row].index_fill_(0, members, 0.0)
         weights = (scores.T + absent[:, None]).softmax(-1)  # [1+S, B, N]
         return self.classify(weights @ values)
