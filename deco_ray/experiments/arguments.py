@@ -1,0 +1,23 @@
+"""Arguments that every job shares: --config and --set."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def job_parser(program: str, description: str, example: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=description,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with what differs from the defaults; see configs/")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override one key, for example --set training.epochs=5; may be repeated",
+    )
+    return parser

@@ -1,0 +1,110 @@
+"""`deco-ray demo`: from nothing to a browsable result, the way a cluster is used: a head node and a submitted job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from deco_ray.errors import DecoError
+
+START_PATIENCE_S = 60
+
+
+def demo(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="deco-ray demo",
+        description="Start a local Ray head, submit the main job on a small synthetic cohort, show the result.",
+    )
+    parser.add_argument("--config", default="configs/demo.yaml", help="default: %(default)s")
+    parser.add_argument("--storage", default="runs", help="where everything is written; default: %(default)s")
+    args = parser.parse_args(argv)
+    job = Path("jobs/full_pipeline.py")
+    if not job.is_file():
+        raise DecoError(f"{job} is not here; run the demo from the project's folder")
+    with Head() as head:
+        command = ["job", "submit", "--address", head.address, "--", sys.executable, str(job)]
+        command += ["--config", args.config, "--set", f"storage={args.storage}"]
+        return subprocess.run([ray_program(), *command], env=head.env, check=False).returncode
+
+
+class Head:
+    """A Ray head of our own on free ports, with token authentication, stopped when the block ends."""
+
+    def __init__(self, cpus: int | None = None) -> None:
+        self.folder = tempfile.mkdtemp(prefix="deco-ray-")  # apart from any other Ray on this machine
+        self.port, self.dashboard = free_port(), free_port()
+        self.address = f"http://127.0.0.1:{self.dashboard}"
+        self.cpus = cpus
+        self.env = {
+            **os.environ,
+            "RAY_TMPDIR": self.folder,
+            "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        self.env.pop("RAY_ADDRESS", None)
+
+    def __enter__(self) -> Head:
+        command = [ray_program(), "start", "--head", "--block", f"--port={self.port}", "--node-ip-address=127.0.0.1"]
+        command += [f"--dashboard-port={self.dashboard}", "--dashboard-host=127.0.0.1", f"--temp-dir={self.folder}"]
+        command += [f"--num-cpus={self.cpus}"] if self.cpus else []
+        ensure_token(self.env)
+        self.log = open(Path(self.folder) / "head.log", "w")  # noqa: SIM115 - closed in __exit__
+        self.process = subprocess.Popen(command, env=self.env, stdout=self.log, stderr=subprocess.STDOUT)
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_PATIENCE_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            probe = [ray_program(), "job", "list", "--address", self.address]
+            if subprocess.run(probe, env=self.env, capture_output=True, check=False).returncode == 0:
+                return
+            time.sleep(0.5)
+        tail = (Path(self.folder) / "head.log").read_text()[-1500:]
+        raise DecoError(f"the Ray head did not start within {START_PATIENCE_S} s; its last words:\n{tail}")
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self.log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def ensure_token(env: dict[str, str]) -> None:
+    """Token authentication needs a token in the home folder before the head starts."""
+    if env["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN" not in env and "RAY_AUTH_TOKEN_PATH" not in env:
+        path = Path.home() / ".ray" / "auth_token"
+        if not path.exists():
+            subprocess.run([ray_program(), "get-auth-token", "--generate"], env=env, capture_output=True, check=False)
+
+
+def ray_program() -> str:
+    """The `ray` of this environment, even when it is not on the PATH."""
+    beside = Path(sys.executable).with_name("ray")
+    found = str(beside) if beside.exists() else shutil.which("ray")
+    if found is None:
+        raise DecoError("the `ray` command is not installed; install the package with its dependencies")
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

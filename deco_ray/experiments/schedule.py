@@ -1,0 +1,201 @@
+"""One Tune experiment walks the stage graph: every stage a trial, started when what it needs exists.
+
+Tune places trials, counts resources and restarts those whose process died. A stage that fails for a reason of
+its own is not tried again, only its dependants are left out. Nothing of Tune's state is kept: artefacts on
+disk make the same command go on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray import tune
+from ray.exceptions import RayError, RayTaskError
+from ray.tune.search import Searcher
+
+from deco_ray.config import ResourceSection
+from deco_ray.counterfactual.scoring import ensure_contributions
+from deco_ray.errors import DecoError
+from deco_ray.experiments.session import concurrent_runs
+from deco_ray.experiments.site import Site
+from deco_ray.experiments.stages import Progress, ScoreStage, Stage, TrainStage
+from deco_ray.training.runner import run_training
+
+
+class Listener(Protocol):
+    """Hears what happens, in the driver: the progress board and the tracker."""
+
+    def started(self, stage: Stage) -> None: ...
+    def advanced(self, stage: Stage, metrics: dict[str, Any]) -> None: ...
+    def finished(self, stage: Stage, seconds: float) -> None: ...
+    def failed(self, stage: Stage, why: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What every trial needs, sent once through the object store."""
+
+    stages: Mapping[str, Stage]
+    sites: Mapping[str, Site]  # by the digest of the split
+    sources: Mapping[str, Any]  # by cohort checksum: features in shared memory, or how to stream them
+    resources: ResourceSection
+
+
+def run_stages(
+    missing: Mapping[str, Stage], place: Workplace, folder: Path, listeners: list[Listener]
+) -> dict[str, str]:
+    """Run the stages side by side; returns {digest: why} of those that failed or were left out."""
+    if not missing:
+        return {}
+    progress = Progress(dict(missing))
+    os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # our artefacts are the record
+    os.environ["TUNE_GLOBAL_CHECKPOINT_S"] = "3600"
+    tuner = tune.Tuner(
+        tune.with_resources(
+            tune.with_parameters(run_stage, place=place),
+            lambda config: placement(missing[config["stage"]], place.resources),
+        ),
+        tune_config=tune.TuneConfig(
+            search_alg=StageSearcher(progress),
+            num_samples=-1,
+            reuse_actors=True,
+            max_concurrent_trials=None,
+        ),
+        run_config=tune.RunConfig(
+            name="stages",
+            storage_path=str(folder),
+            verbose=0,
+            callbacks=[Announcer(missing, progress, listeners)],
+            failure_config=tune.FailureConfig(max_failures=place.resources.max_failures),
+        ),
+    )
+    try:
+        tuner.fit()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for stage in progress.blocked():
+        progress.failed[stage.digest] = "left out: a stage it needs failed"
+    return progress.failed
+
+
+def placement(stage: Stage, resources: ResourceSection) -> tune.PlacementGroupFactory:
+    """What a trial reserves; all its processes live inside, so Tune's count is the whole truth and nothing deadlocks."""
+    unit = {"CPU": resources.cpus_per_run} | ({"GPU": resources.gpus_per_run} if resources.gpus_per_run else {})
+    parts = resources.workers_per_run if isinstance(stage, TrainStage) else resources.scorers
+    # one part: the trial's own process does the work; more: it only leads and takes nothing itself
+    return tune.PlacementGroupFactory([unit] if parts == 1 else [{}, *[unit] * parts])
+
+
+def run_stage(config: dict[str, Any], place: Workplace) -> None:
+    """A trial: make one artefact, report each epoch."""
+    stage = place.stages[config["stage"]]
+    site = place.sites[stage.site]
+    try:
+        if isinstance(stage, TrainStage):
+            source = place.sources[site.cohort.checksum]
+            run_training(stage.spec, site.cohort, site.split, site.store, place.resources, source, report=tune.report)
+        else:
+            _score(stage, site, place.resources)
+    except RayError as error:
+        if not isinstance(error, RayTaskError):
+            raise  # a process or node died: Tune starts the trial again and it resumes
+        tune.report({"failure": describe(error)})
+    except Exception as error:
+        tune.report({"failure": describe(error)})
+
+
+def _score(stage: ScoreStage, site: Site, resources: ResourceSection) -> None:
+    ensure_contributions(
+        site.cohort,
+        site.split,
+        site.store.path("anchors", stage.anchors),
+        site.store.path("model", stage.judge),
+        stage.section,
+        site.store,
+        scorers=0 if resources.scorers == 1 else resources.scorers,
+        cpus=resources.cpus_per_run,
+        gpus=resources.gpus_per_run,
+        threads=resources.threads,
+        report=tune.report,
+    )
+
+
+def describe(error: BaseException) -> str:
+    """The message for users; for a bug also where it happened."""
+    cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+    if isinstance(cause, DecoError):
+        return str(cause)
+    frames = traceback.extract_tb(cause.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(cause).__name__}: {cause}{place}"
+
+
+class StageSearcher(Searcher):
+    """Suggests the next stage whose needs exist; Tune asks again whenever a trial ends."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self.progress = progress
+        self.stage_of: dict[str, str] = {}
+
+    def set_search_properties(self, metric: Any, mode: Any, config: dict, **spec: Any) -> bool:
+        return True
+
+    def suggest(self, trial_id: str) -> Any:
+        stage = self.progress.ready()
+        if stage is not None:
+            self.stage_of[trial_id] = stage.digest
+            return {"stage": stage.digest}
+        return None if self.progress.running else Searcher.FINISHED
+
+    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+        why = (result or {}).get("failure") or ("its process died too often" if error else None)
+        self.progress.finish(self.stage_of[trial_id], why)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing to save: artefacts on disk are the state."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing to restore."""
+
+
+class Announcer(tune.Callback):
+    """Passes Tune's events on to the listeners, as stages."""
+
+    def __init__(self, stages: Mapping[str, Stage], progress: Progress, listeners: list[Listener]) -> None:
+        self.stages, self.progress, self.listeners = stages, progress, listeners
+
+    def _tell(self, event: str, trial: Any, *details: Any) -> None:
+        stage = self.stages[trial.config["stage"]]
+        for listener in self.listeners:
+            getattr(listener, event)(stage, *details)
+
+    def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        self._tell("started", trial)
+
+    def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
+        if "failure" not in result:
+            self._tell("advanced", trial, {k: v for k, v in result.items() if not k.startswith("config")})
+
+    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        result = trial.last_result or {}
+        if "failure" in result:
+            self._tell("failed", trial, result["failure"])
+        else:
+            self._tell("finished", trial, float(result.get("time_total_s", 0.0)))
+
+    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        self._tell("failed", trial, "its process died too often; see the Ray logs of its node")
+
+
+def describe_cluster(resources: ResourceSection) -> str:
+    total = ray.cluster_resources()
+    shape = f"{len(ray.nodes())} node(s), {total.get('CPU', 0):g} CPUs, {total.get('GPU', 0):g} GPUs"
+    return f"{shape}: {concurrent_runs(resources, ray.nodes())} run(s) side by side"

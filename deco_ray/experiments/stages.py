@@ -1,0 +1,113 @@
+"""The stage graph: what has to exist before what, each stage under the digest of its inputs.
+
+All digests follow from configurations alone, before anything has run. So experiments that share a judge or
+a contribution table share the stage, a dry run can count, and a second run finds everything done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from deco_ray.artefacts import ArtefactStore
+from deco_ray.config import CounterfactualSection
+from deco_ray.training.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class TrainStage:
+    """Train one model: a judge, a baseline or a DeCo final model."""
+
+    digest: str
+    title: str
+    spec: RunSpec
+    needs: tuple[str, ...] = ()  # digests of the stages whose artefacts it reads
+    kind: Literal["model"] = "model"
+
+    @property
+    def seed(self) -> int:
+        return self.spec.seed
+
+    @property
+    def site(self) -> str:
+        """Digest of the split it belongs to."""
+        return self.spec.split
+
+
+@dataclass(frozen=True)
+class ScoreStage:
+    """Score the training slides of one judge: the contribution table."""
+
+    digest: str
+    title: str
+    seed: int
+    site: str  # digest of the split it belongs to
+    judge: str
+    anchors: str
+    section: CounterfactualSection
+    kind: Literal["contributions"] = "contributions"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.judge,)
+
+
+Stage = TrainStage | ScoreStage
+
+
+@dataclass
+class StageGraph:
+    """Stages by digest; adding one twice is adding it once."""
+
+    stages: dict[str, Stage] = field(default_factory=dict)
+    results: set[str] = field(default_factory=set)  # stages whose own numbers are asked for
+
+    def add(self, stages: Iterable[Stage]) -> None:
+        for stage in stages:
+            self.stages.setdefault(stage.digest, stage)
+
+    def missing(self, stores: Mapping[str, ArtefactStore]) -> dict[str, Stage]:
+        """What has to run, given the store of each site: results without an artefact, and what those still need.
+
+        A table whose final model exists is not computed again just because its own folder was removed.
+        """
+        absent = {key for key, stage in self.stages.items() if not stores[stage.site].exists(stage.kind, key)}
+        wanted: set[str] = set()
+        frontier = [digest for digest in self.results if digest in absent]
+        while frontier:
+            digest = frontier.pop()
+            if digest in absent and digest not in wanted:
+                wanted.add(digest)
+                frontier += self.stages[digest].needs
+        return {digest: stage for digest, stage in self.stages.items() if digest in wanted}
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages.values())
+
+
+@dataclass
+class Progress:
+    """Which stage may start next, kept apart from Tune so that it can be tested without it."""
+
+    pending: dict[str, Stage]
+    running: set[str] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)  # digest -> why
+
+    def ready(self) -> Stage | None:
+        """The first pending stage whose needs are neither pending nor running nor failed."""
+        for digest, stage in self.pending.items():
+            if not any(need in self.pending or need in self.running or need in self.failed for need in stage.needs):
+                del self.pending[digest]
+                self.running.add(digest)
+                return stage
+        return None
+
+    def finish(self, digest: str, failure: str | None = None) -> None:
+        self.running.discard(digest)
+        if failure is not None:
+            self.failed[digest] = failure
+
+    def blocked(self) -> list[Stage]:
+        """Stages that cannot run because something they need failed."""
+        return list(self.pending.values()) if not self.running else []

@@ -1,0 +1,64 @@
+"""Variant files: what they expand to, and that every shipped configuration loads and is explained in its header."""
+
+from pathlib import Path
+
+import pytest
+
+from deco_ray.config import Config, load_config
+from deco_ray.errors import ConfigError
+from deco_ray.experiments.variants import VariantFile, load_variants, members
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+VARIED = sorted([*CONFIGS.glob("sweeps/*.yaml"), *CONFIGS.glob("ablations/*.yaml")])
+VARIED = [path for path in VARIED if "search" not in path.stem] + [
+    CONFIGS / "compare.yaml",
+    CONFIGS / "rebalancing.yaml",
+]
+
+
+@pytest.mark.parametrize("path", VARIED, ids=lambda path: path.stem)
+def test_every_shipped_variant_file_expands_to_valid_configurations(path):
+    file, config = load_variants(path)
+    assert len(members(file, config)) >= 2
+    assert file.reference_name in [variant.name for variant in file.expanded()] or file.axis
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_file_opens_with_what_it_is_and_its_command(path):
+    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert any("jobs/" in line or "make " in line for line in head), "the header names the command"
+    assert any("Time" in line for line in head), "the header names the time"
+
+
+@pytest.mark.parametrize("name", ["demo", "camelyon_lt", "panda_lt", "tissuenet_lt"])
+def test_base_configurations_load(name):
+    assert load_config(CONFIGS / f"{name}.yaml").name == name
+
+
+def test_an_axis_makes_one_variant_per_value():
+    file = VariantFile(kind="sweep", title="t", axis="masking.lam", values=[0.0, 0.5])
+    assert [(v.name, v.settings) for v in file.expanded()] == [
+        ("0.0", {"masking.lam": 0.0}),
+        ("0.5", {"masking.lam": 0.5}),
+    ]
+
+
+def test_methods_along_an_axis():
+    file = VariantFile(
+        kind="imbalance", title="t", axis="split.imbalance_ratio", values=[10, 20], methods=["abmil", "deco"]
+    )
+    assert [v.name for v in file.expanded()] == ["abmil 10", "abmil 20", "deco 10", "deco 20"]
+    assert file.expanded()[2].settings == {"method": "deco", "split.imbalance_ratio": 10}
+
+
+def test_a_bad_value_names_its_variant():
+    file = VariantFile(kind="sweep", title="t", axis="masking.lam", values=[0.5, 7.0])
+    with pytest.raises(ConfigError, match=r"variant '7.0'.*masking.lam = 7.0.*less than or equal to 1"):
+        members(file, Config())
+
+
+def test_nothing_to_vary_is_an_error(tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text("kind: sweep\ntitle: nothing\n")
+    with pytest.raises(ConfigError, match="nothing varies"):
+        load_variants(path)
