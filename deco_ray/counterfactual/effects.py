@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from deco_ray.counterfactual.brute import brute_outcomes
 from deco_ray.counterfactual.exact import exact_outcomes
-from deco_ray.counterfactual.replacements import Replacements
+from deco_ray.counterfactual.replacements import Replacements, frozen
 from deco_ray.errors import ModelError
 from deco_ray.models.protocol import Aggregator, SoftmaxPooling
 
@@ -65,10 +63,10 @@ def contributions(
         check(model, bag, anchors, prepared)
         bag = bag.to(prepared.rows)
         rows = prepared.take(anchors)
-        if method != "brute" and isinstance(model, SoftmaxPooling):
-            outcomes = exact_outcomes(model, bag, segment, counts, rows)
+        if method != "brute" and isinstance(model, SoftmaxPooling) and rows.terms is not None:
+            outcomes = exact_outcomes(model, bag, segment, counts, rows.terms)
         else:
-            outcomes = brute_outcomes(model, bag, segment, rows.rows, memory_cap_mb * 2**20)
+            outcomes = brute_outcomes(model, bag, segment, counts, rows.rows, memory_cap_mb * 2**20)
     before = calibrated(outcomes.factual, log_prior, tau)  # [C]
     after = calibrated(outcomes.intervened, log_prior, tau)  # [k, C]
     label = int(before.argmax()) if label is None else int(label)
@@ -91,7 +89,8 @@ def calibrated(logits: Tensor, log_prior: ArrayLike | Tensor, tau: float) -> np.
         if prior.shape != logits.shape[-1:] or not bool(prior.isfinite().all()):
             raise ModelError(
                 f"the class prior must be finite for each of the {logits.shape[-1]} classes, got log prior "
-                f"{prior.tolist()}; a class without training slides has none: set counterfactual.tau=0 or change the split"
+                f"{prior.tolist()}; a class without training slides has none: set counterfactual.tau=0 or change "
+                "the split"
             )
         adjusted = adjusted - tau * prior
     return adjusted.log_softmax(-1).numpy()
@@ -136,17 +135,3 @@ def check(model: Aggregator, bag: Tensor, anchors: np.ndarray, replacements: Rep
         )
     if anchors[-1] >= k:
         raise ModelError(f"the assignment names anchor {anchors[-1]}, but there are only {k} replacements")
-
-
-@contextlib.contextmanager
-def frozen(model: Aggregator) -> Iterator[None]:
-    """No gradients, no dropout; the model's own mode comes back afterwards."""
-    training = model.training
-    if training:
-        model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        if training:
-            model.train()

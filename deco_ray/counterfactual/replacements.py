@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,31 +28,39 @@ def replacements(anchors: Any, construction: Construction = "normal") -> np.ndar
 
 @dataclass(frozen=True)
 class Replacements:
-    """Replacement rows on the judge's device with their instance terms, evaluated once per judge."""
+    """Replacement rows on the judge's device, with their instance terms evaluated once per judge."""
 
     rows: Tensor  # [K, d]
-    values: Tensor | None = None  # [K, D]
-    scores: Tensor | None = None  # [K, B]
+    terms: tuple[Tensor, Tensor] | None = None  # values [K, D], scores [K, B] of a softmax-pooling judge
 
     @classmethod
     def prepare(cls, model: Aggregator, rows: ArrayLike | Tensor) -> Replacements:
         """Always all K rows at once: their bits then do not depend on which anchors a slide has."""
         like = next(model.parameters())
-        rows = torch.as_tensor(rows if isinstance(rows, Tensor) else np.asarray(rows)).to(like)
+        rows = (rows if isinstance(rows, Tensor) else torch.from_numpy(np.array(rows))).to(like)
         if not isinstance(model, SoftmaxPooling):
-            return cls(rows.detach())
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            values, scores = model.instance_terms(rows)
-        model.train(training)
-        return cls(rows.detach(), values, scores)
+            return cls(rows)
+        with frozen(model):
+            return cls(rows, model.instance_terms(rows))
 
     def take(self, anchors: np.ndarray) -> Replacements:
         """The rows of the given anchors [k]."""
         if len(anchors) == len(self.rows):
             return self
         index = torch.from_numpy(anchors).to(self.rows.device)
-        if self.values is None or self.scores is None:
-            return Replacements(self.rows[index])
-        return Replacements(self.rows[index], self.values[index], self.scores[index])
+        terms = None if self.terms is None else (self.terms[0][index], self.terms[1][index])
+        return Replacements(self.rows[index], terms)
+
+
+@contextlib.contextmanager
+def frozen(model: Aggregator) -> Iterator[None]:
+    """No gradients, no dropout; the model's own mode comes back afterwards."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if training:
+            model.train()
