@@ -1,6 +1,15 @@
 """Aggregators by name, all behind one small protocol."""
 
-from deco_ray.models.protocol import Aggregator, Partner, SoftmaxPooling, Visit
-from deco_ray.models.registry import create_model, model_names
+from deco_ray.models.protocol import Aggregator, Partner, SoftmaxPooling, Visit, parameter_count
+from deco_ray.models.registry import create_model, display_name, model_names
 
-__all__ = ["Aggregator", "Partner", "SoftmaxPooling", "Visit", "create_model", "model_names"]
+__all__ = [
+    "Aggregator",
+    "Partner",
+    "SoftmaxPooling",
+    "Visit",
+    "create_model",
+    "display_name",
+    "model_names",
+    "parameter_count",
+]
