@@ -9,6 +9,7 @@ A finished artefact is never written again; a changed input changes the digest a
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any
 from deco_ray.errors import DecoError
 
 RECORD = "artefact.json"
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 DIGEST_LENGTH = 16  # hex digits: 64 bits, ample for the artefacts of one lab
 
 
@@ -61,12 +63,17 @@ class ArtefactStore:
         return (self.path(kind, key) / RECORD).is_file()
 
     def record(self, kind: str, key: str) -> dict[str, Any]:
-        return json.loads((self.path(kind, key) / RECORD).read_text())
+        path = self.path(kind, key) / RECORD
+        try:
+            return json.loads(path.read_text())
+        except ValueError as error:
+            raise DecoError(f"{path} is damaged: {error}; remove {path.parent} to make it again") from error
 
     def work(self, kind: str, key: str) -> Path:
         """The folder for resumable state of an unfinished stage."""
         path = self.root / "work" / f"{kind}-{key}"
-        path.mkdir(parents=True, exist_ok=True)
+        with self._explaining():
+            path.mkdir(parents=True, exist_ok=True)
         return path
 
     @contextlib.contextmanager
@@ -76,20 +83,31 @@ class ArtefactStore:
         temporary = final.with_name(f".{key}.{uuid.uuid4().hex[:8]}.tmp")
         started = time.time()
         try:
-            temporary.mkdir(parents=True)
-            yield temporary
-            record = {"kind": kind, "digest": key, "inputs": inputs, "seconds": time.time() - started, **facts}
-            write_atomically(temporary / RECORD, json.dumps(record, indent=1, sort_keys=True))
-            try:
-                os.rename(temporary, final)
-            except OSError:
-                # another process finished the same pure function first: its result is ours too
-                if not self.exists(kind, key):
-                    raise
-        except PermissionError as error:
-            raise DecoError(
-                f"cannot write to {self.root}: {error.strerror}; set `storage` to a writable folder"
-            ) from error
+            with self._explaining():
+                temporary.mkdir(parents=True)
+                yield temporary
+                record = {"kind": kind, "digest": key, "inputs": inputs, "seconds": time.time() - started, **facts}
+                write_atomically(temporary / RECORD, json.dumps(record, indent=1, sort_keys=True))
+                try:
+                    os.rename(temporary, final)
+                except OSError:
+                    # another process finished the same pure function first: its result is ours too
+                    if not self.exists(kind, key):
+                        raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(self.root / "work" / f"{kind}-{key}", ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """A store that cannot be written to is the user's to mend; an error about a file elsewhere passes."""
+        try:
+            yield
+        except OSError as error:
+            named, root = str(error.filename or self.root), str(self.root)
+            ours = named.startswith(root) or root.startswith(named)  # the store, or a parent it could not be made in
+            if error.errno not in UNWRITABLE or not ours:
+                raise
+            raise DecoError(
+                f"cannot write to {self.root}: {error.strerror}; make room there or set `storage` to a writable folder"
+            ) from error

@@ -21,9 +21,9 @@ class Tissue:
     type_length: float = 0.6
     stain: float = 0.3  # one shift for all patches of a slide
     noise: float = 0.5  # of a patch, in all directions
-    atypia_noise: float = 0.1  # of a patch, normal or not, along the direction in which grades rise
-    mimic: float = 0.5  # a benign look-alike goes this far from normal tissue towards a lesion
-    mimic_share: float = 0.04  # of all patches, in slides of every class
+    atypia_noise: float = 0.15  # of a patch, normal or not, along the direction in which grades rise
+    mimic: float = 0.7  # a benign look-alike goes this far from normal tissue towards a lesion
+    mimic_share: float = 0.06  # of all patches, in slides of every class
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ PRESETS = {
             train=(844, 148, 225, 28),
             split=_split(10, 16),
             bag_size=(1800, 0.6, 300, 12_000),
-            grade=(0.0, 0.5, 0.4, 0.3),
-            own=0.35,
+            grade=(0.0, 0.45, 0.38, 0.32),
+            own=0.3,
             extent=(0.0, 0.10, 0.05, 0.01),
             company=0.4,
         ),
@@ -67,9 +67,9 @@ PRESETS = {
             train=(2303, 1053, 481, 100, 220, 46),
             split=_split(100, 200, 50, (0, 1, 2, 4, 3, 5)),
             bag_size=(36, 0.6, 8, 250),
-            grade=(0.0, 0.30, 0.36, 0.42, 0.48, 0.54),
-            own=0.35,
-            extent=(0.0, 0.30, 0.24, 0.14, 0.18, 0.12),
+            grade=(0.0, 0.25, 0.29, 0.33, 0.37, 0.41),
+            own=0.22,
+            extent=(0.0, 0.30, 0.24, 0.12, 0.18, 0.09),
             company=0.5,
         ),
         Preset(
@@ -79,8 +79,8 @@ PRESETS = {
             train=(110, 238, 51, 23),
             split=_split(20, 30, 10, (1, 0, 2, 3)),
             bag_size=(280, 0.7, 40, 2500),
-            grade=(0.0, 0.3, 0.4, 0.5),
-            own=0.35,
+            grade=(0.0, 0.25, 0.32, 0.39),
+            own=0.22,
             extent=(0.0, 0.15, 0.08, 0.04),
             company=0.5,
         ),
