@@ -72,15 +72,13 @@ def test_separable_blobs_are_found_exactly(k, spread, seed):
     assert adjusted_rand_score(truth, labels(x, fit_kmeans(x, k, seed=seed))) == 1.0
 
 
-@pytest.mark.parametrize("spread", [0.5, 3.0])
-def test_objective_agrees_with_scikit_learn(spread):
+@pytest.mark.parametrize(("spread", "tolerance"), [(0.5, 1e-6), (3.0, 5e-3)])  # separable, overlapping
+def test_objective_agrees_with_scikit_learn(spread, tolerance):
     x, _ = blobs(2000, 16, 8, spread)
-    ours = fit_kmeans(x, 8, iterations=100)
     with threadpool_limits(1):
-        theirs = unit(KMeans(8, n_init=1, random_state=0).fit(x).cluster_centers_)
-    assert mean_cosine(x, ours) == pytest.approx(mean_cosine(x, theirs), rel=5e-3)
-    if spread < 1:  # separable: one optimum, both find it
-        assert mean_cosine(x, ours) == pytest.approx(mean_cosine(x, theirs), rel=1e-6)
+        theirs = mean_cosine(x, unit(KMeans(8, n_init=4, random_state=0).fit(x).cluster_centers_))
+    ours = max(mean_cosine(x, fit_kmeans(x, 8, seed=seed, iterations=100)) for seed in range(4))
+    assert ours == pytest.approx(theirs, rel=tolerance)
 
 
 def test_from_the_same_start_scikit_learn_moves_the_same_way():
