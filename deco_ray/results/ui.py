@@ -1,0 +1,67 @@
+"""`deco-ray ui`: MLflow's pages over the runs of a storage folder, on this machine only."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deco_ray.errors import DecoError
+from deco_ray.results.tracking import DATABASE
+
+HOST = "127.0.0.1"  # the pages have no password
+
+
+def server_command(storage: str | Path, host: str = HOST, port: int = 5000) -> list[str]:
+    """The MLflow server over <storage>/mlflow.db, after checking that there is something to show and a port to use."""
+    database = Path(storage).absolute() / DATABASE
+    if not database.is_file():
+        raise DecoError(
+            f"no tracked runs in {database.parent} (no {DATABASE} there); run `make demo` or a job first, or name the "
+            "folder with --storage. Runs tracked on a server (tracking.uri) are browsed at that server"
+        )
+    check_port(host, port)
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{database}"]
+    # one worker: the pages of one reader, up in half the time on a small machine
+    return [*command, "--host", host, "--port", str(port), "--workers", "1"]
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that somebody listens on, before MLflow says it in thirty lines."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise DecoError(
+                f"cannot listen on {host}:{port}: {reason}; choose another with --port {port + 1}"
+            ) from None
+
+
+def serve_ui(storage: str | Path, host: str = HOST, port: int = 5000) -> int:
+    """Serve the pages in the foreground until Ctrl-C; returns the exit code."""
+    command = server_command(storage, host, port)
+    print(f"MLflow over {Path(storage).absolute()}: open http://{host}:{port} (Ctrl-C ends it)", flush=True)
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with subprocess.Popen(command, env=environment) as server:
+        try:
+            return server.wait()
+        except KeyboardInterrupt:  # the terminal told the server too
+            server.terminate()
+            server.wait()
+            return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="deco-ray ui", description="Browse tracked runs in MLflow, on this machine only."
+    )
+    parser.add_argument("--storage", default="runs", help="folder that holds mlflow.db (default: runs)")
+    parser.add_argument("--port", type=int, default=5000, help="port on 127.0.0.1 (default: 5000)")
+    options = parser.parse_args(argv)
+    return serve_ui(options.storage, port=options.port)
