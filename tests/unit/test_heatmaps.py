@@ -1,0 +1,212 @@
+"""Painting patches against a pixel-by-pixel oracle, heatmap pages, and annotations of all three kinds."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from deco_ray.errors import DecoError
+from deco_ray.keys import generator
+from deco_ray.results.heatmaps import SlideMaps, anchor_colours, heatmap_figure, write_slide
+from deco_ray.results.lesions import lesion_patches, read_lesions
+from deco_ray.results.raster import PatchRaster, patch_size_of
+from deco_ray.results.thumbnail import read_thumbnail
+
+SQUARE = [[100.0, 100], [900, 100], [900, 900], [100, 900], [100, 100]]
+HOLE = [[400.0, 400], [600, 400], [600, 600], [400, 600], [400, 400]]
+
+
+def maps(n=12, slide_id="s1", **changes) -> SlideMaps:
+    rng = generator(0, "heatmap test")
+    coords = np.stack([np.arange(n) % 4, np.arange(n) // 4], 1) * 256 + 1000
+    given = {
+        "assignment": rng.integers(0, 5, n),
+        "contribution": rng.normal(size=n),
+        "retention": rng.random(n),
+        "attention": rng.random(n),
+        "patch_size": 256.0,
+    }
+    return SlideMaps(slide_id, coords, **(given | changes))
+
+
+def test_a_grid_is_painted_without_gaps_and_every_pixel_shows_its_own_patch():
+    coords = np.array([(x, y) for y in range(9) for x in range(13)]) * 512 + 77
+    values = np.arange(len(coords), dtype=float)
+    raster = PatchRaster(coords, 512)
+    image = raster.mean(values)
+    assert not np.isnan(image).any()
+    height, width = image.shape
+    for row in range(height):
+        for column in range(width):
+            x = 77 + (column + 0.5) / width * 13 * 512
+            y = 77 + (row + 0.5) / height * 9 * 512
+            assert image[row, column] == int((y - 77) // 512) * 13 + int((x - 77) // 512)
+    np.testing.assert_array_equal(image, raster.last(values))
+
+
+def test_overlapping_patches_are_averaged_and_holes_stay_empty():
+    raster = PatchRaster(np.array([[0, 0], [50, 0], [300, 0]]), 100)
+    image = raster.mean(np.array([1.0, 3.0, 7.0]))
+    row = image[0]
+    assert row[0] == 1
+    assert row[int(75 / 400 * len(row))] == 2
+    assert row[-1] == 7
+    assert np.isnan(row[int(220 / 400 * len(row))])
+    assert raster.last(np.array([1, 3, 7]))[0][int(75 / 400 * len(row))] == 3
+
+
+def test_every_patch_shows_even_when_smaller_than_a_pixel():
+    coords = np.array([[0, 0], [10_000_000, 10_000_000]])
+    image = PatchRaster(coords, 10).mean(np.array([1.0, 2.0]))
+    assert max(image.shape) <= 1200
+    assert np.nansum(image) == 3
+
+
+def test_patch_size_comes_from_the_grid_when_not_stated():
+    coords = maps().coords
+    assert patch_size_of(coords, None, "s") == 256
+    assert patch_size_of(coords, float("nan"), "s") == 256
+    with pytest.raises(DecoError, match="slide s7: patch size"):
+        patch_size_of(coords[:1], None, "s7")
+
+
+def test_a_page_has_five_titled_panels_and_a_symmetric_contribution_scale():
+    figure = heatmap_figure(maps(title="itc"))
+    titles = [axes.get_title() for axes in figure.axes[:5]]
+    assert titles == ["Tissue layout", "Anchors, 5 present", "Debiased contribution", "Expected retention", "Attention"]
+    norm = figure.axes[2].images[-1].norm
+    assert norm.vmin == -norm.vmax
+    assert figure.axes[3].images[-1].norm.vmax == 1
+    figure.canvas.draw()
+
+
+def test_a_normal_slide_says_why_it_has_no_contributions():
+    figure = heatmap_figure(maps(contribution=None, retention=None))
+    assert "normal class" in figure.axes[2].texts[0].get_text()
+
+
+def test_ten_thousand_patches_are_quick(tmp_path):
+    n = 10_000
+    rng = generator(1, "heatmap test")
+    coords = np.stack([np.arange(n) % 125, np.arange(n) // 125], 1) * 512
+    slide = SlideMaps("big", coords, rng.integers(0, 64, n), rng.normal(size=n), rng.random(n), rng.random(n), 512.0)
+    started = time.process_time()
+    write_slide(slide, tmp_path)
+    assert time.process_time() - started < 8  # about 2 s; loose, since cores are shared
+    assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".pdf", ".geojson", ".parquet"}
+
+
+def test_equal_slides_give_equal_files(tmp_path):
+    for name in ("a", "b"):
+        write_slide(maps(), tmp_path / name)
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"coords": None}, "slide s1 has no patch coordinates"),
+        ({"attention": np.ones(3)}, "attention has shape"),
+        ({"slide_id": "../evil"}, "slide id"),
+        ({"image": "/nowhere/slide.svs"}, "no slide image at"),
+        ({"annotation": "/nowhere/a.xml"}, "no annotation at"),
+    ],
+)
+def test_bad_input_is_named(changes, message):
+    given = vars(maps()) | changes
+    with pytest.raises(DecoError, match=message):
+        heatmap_figure(SlideMaps(**given))
+
+
+def test_anchor_colours_differ():
+    colours = anchor_colours(64)
+    gaps = np.abs(colours[:, None] - colours[None]).sum(2) + np.eye(64)
+    assert gaps.min() > 0.02
+
+
+def test_thumbnail_ties_pixels_to_level_0(tmp_path):
+    Image.new("RGB", (300, 200), "red").save(tmp_path / "t.png")
+    assert read_thumbnail(tmp_path / "t.png", (30_000, 20_000)).level0 == (30_000, 20_000)
+    assert read_thumbnail(tmp_path / "t.png").level0 == (300, 200)
+    figure = heatmap_figure(maps(image=tmp_path / "t.png", level0=(3000, 2000)))
+    assert figure.axes[0].images[0].get_extent() == [0, 3000, 2000, 0]
+
+
+def test_a_slide_file_needs_the_extra_or_says_so(tmp_path, monkeypatch):
+    (tmp_path / "broken.svs").write_bytes(b"not a slide")
+    with pytest.raises(DecoError, match=r"broken\.svs cannot be read"):
+        read_thumbnail(tmp_path / "broken.svs")
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name == "tiffslide":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(DecoError, match=r"deco_ray\[slides\]"):
+        read_thumbnail(tmp_path / "broken.svs")
+
+
+def annotations(tmp_path):
+    """The same square with a hole, in every format; a slide of 1000 x 1000."""
+    polygon = {"type": "Polygon", "coordinates": [SQUARE, HOLE]}
+    feature = {"type": "Feature", "properties": {"a": 1}, "geometry": polygon}
+    (tmp_path / "one.geojson").write_text(json.dumps({"type": "FeatureCollection", "features": [feature]}))
+    (tmp_path / "many.json").write_text(json.dumps({"type": "MultiPolygon", "coordinates": [[SQUARE, HOLE]]}))
+
+    def xml(points, group):
+        inner = "".join(f'<Coordinate Order="{i}" X="{x}" Y="{y}"/>' for i, (x, y) in enumerate(points[:-1]))
+        return f'<Annotation Name="n" PartOfGroup="{group}"><Coordinates>{inner}</Coordinates></Annotation>'
+
+    body = xml(SQUARE, "_0") + xml(HOLE, "_2")
+    (tmp_path / "asap.xml").write_text(f"<ASAP_Annotations><Annotations>{body}</Annotations></ASAP_Annotations>")
+    mask = np.zeros((100, 100), dtype=np.uint8)
+    mask[10:90, 10:90] = 255
+    mask[40:60, 40:60] = 0
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    return [tmp_path / name for name in ("one.geojson", "many.json", "asap.xml", "mask.png")]
+
+
+def test_all_annotation_formats_mark_the_same_patches(tmp_path):
+    coords = np.array([(x, y) for x in range(0, 1000, 50) for y in range(0, 1000, 50)])
+    centre = coords + 25
+    inside = ((centre > 100) & (centre < 900)).all(1) & ~((centre > 400) & (centre < 600)).all(1)
+    for path in annotations(tmp_path):
+        lesions = read_lesions(path, (1000, 1000))
+        assert sorted(lesion.hole for lesion in lesions) == [False, True], path
+        np.testing.assert_array_equal(lesion_patches(lesions, coords, 50), inside)
+    figure = heatmap_figure(maps(annotation=tmp_path / "asap.xml"))
+    assert all(len(axes.lines) == 2 for axes in figure.axes[:5])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "{", "cannot be read as GeoJSON"),
+        ("a.json", '{"type": "Nonsense"}', "'Nonsense' is not a GeoJSON type"),
+        ("a.json", '{"type": "Polygon", "coordinates": [[[1, "x"]]]}', "not a pair of numbers"),
+        ("a.json", '{"type": "Polygon", "coordinates": [[[1, 2], [2, 3]]]}', "three finite points"),
+        ("a.xml", "<a", "cannot be read as XML"),
+        ("a.xml", '<!DOCTYPE a [<!ENTITY b "c">]><a/>', "document type"),
+        ("a.xml", "<A><Annotation><Coordinate Order='0' X='1'/>" + "<Coordinate/>" * 3 + "</Annotation></A>", "usable"),
+        ("a.png", "x", "cannot be read as an image"),
+        ("a.doc", "x", "unknown ending"),
+    ],
+)
+def test_bad_annotations_are_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DecoError, match=message):
+        read_lesions(tmp_path / name, (100, 100))
+
+
+def test_a_mask_needs_the_slide_size(tmp_path):
+    annotations(tmp_path)
+    with pytest.raises(DecoError, match="unknown size"):
+        read_lesions(tmp_path / "mask.png")
