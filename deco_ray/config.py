@@ -42,6 +42,13 @@ class SplitSection(Section):
     group_by: Literal["case_id"] | None = None
     seed: int = Field(0, ge=0)
 
+    @field_validator("order")
+    @classmethod
+    def _each_class_once(cls, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if order is not None and sorted(order) != list(range(len(order))):
+            raise ValueError(f"must name each class from 0 to {len(order) - 1} once")
+        return order
+
 
 class AnchorSection(Section):
     k: int = Field(64, ge=2, le=4096)
@@ -178,9 +185,21 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     return build(Config, tree, source)
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice, where plain YAML silently keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: list[str] = []
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} twice", key.start_mark)
+            seen.append(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        tree = yaml.load(Path(path).read_text(), _StrictLoader)
     except FileNotFoundError:
         raise ConfigError(f"no configuration file at {path}; the shipped ones are in configs/") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
@@ -220,7 +239,9 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
         node = tree
         *parents, last = name.split(".")
         for parent in parents:
-            node = node.setdefault(parent, {}) if isinstance(node, dict) else {}
+            if node.get(parent) is None:  # an optional section that was not there
+                node[parent] = {}
+            node = node[parent]
             if not isinstance(node, dict):
                 raise ConfigError(f"setting {name}: {parent!r} is a value, not a section")
         node[last] = value
@@ -245,6 +266,10 @@ def explain(model: type[Section], item: Any) -> str:
         return f"unknown key {name!r}{hint}"
     value = item.get("input")
     shown = repr(value) if len(repr(value)) < 80 else type(value).__name__
+    if item["type"] in ("model_type", "model_attributes_type"):
+        return (
+            f"{name} = {shown}: this is a section; give its keys, such as {name}.{next(iter(keys_at(model, location)))}"
+        )
     return f"{name} = {shown}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
@@ -268,6 +293,12 @@ def section_at(model: type[Section], location: Sequence[str]) -> type[Section] |
             return None
         model = child
     return model
+
+
+def keys_at(model: type[Section], location: Sequence[str]) -> list[str]:
+    """The keys of the section at a place in the tree."""
+    section = section_at(model, location)
+    return list(section.model_fields) if section else []
 
 
 def keys(model: type[Section], prefix: str = "") -> list[str]:

@@ -94,20 +94,19 @@ def make_split(cohort: Cohort, section: SplitSection) -> Split:
     slides = cohort.slides[cohort.slides["label"] != UNLABELLED]
     _check_quotas(cohort, slides, section)
     cases = _cases(slides, section.group_by)  # a slide is its own case unless grouped
-    classes = range(len(cohort.classes))
-    queues = []  # cases holding each class, independently shuffled
-    for label in classes:
-        holding = sorted(case for case, members in cases.items() if any(own == label for _, own in members))
-        shuffle = generator(section.seed, "split", "quotas", label).permutation(len(holding))
-        queues.append([holding[index] for index in shuffle])
+    holding: list[list[str]] = [[] for _ in cohort.classes]  # cases with a slide of the class
+    for case in sorted(cases):
+        for label in {label for _, label in cases[case]}:
+            holding[label].append(case)
+    queues = [_shuffled(found, section.seed, "quotas", label) for label, found in enumerate(holding)]
     free = set(cases)
     val = _reserve(section.val_per_class, "validation", cohort, queues, cases, free)
     test = _reserve(section.test_per_class, "test", cohort, queues, cases, free)
-    pools: list[list[str]] = []
-    for label in classes:
-        pool = sorted(slide for case in free for slide, own in cases[case] if own == label)
-        shuffle = generator(section.seed, "split", "long tail", label).permutation(len(pool))
-        pools.append([pool[index] for index in shuffle])
+    pool: list[list[str]] = [[] for _ in cohort.classes]
+    for case in sorted(free):
+        for slide, label in cases[case]:
+            pool[label].append(slide)
+    pools = [_shuffled(slides_left, section.seed, "long tail", label) for label, slides_left in enumerate(pool)]
     train = _long_tail(cohort, pools, section)
     part_of = dict.fromkeys(val, "val") | dict.fromkeys(test, "test") | dict.fromkeys(train, "train")
     settings = section.model_dump(mode="json", exclude={"name"})
@@ -225,6 +224,10 @@ def resolve_split(cohort: Cohort, section: SplitSection) -> Split:
             stacklevel=2,
         )
     return split
+
+
+def _shuffled(items: list[str], seed: int, purpose: str, label: int) -> list[str]:
+    return [items[index] for index in generator(seed, "split", purpose, label).permutation(len(items))]
 
 
 def _cases(slides: pd.DataFrame, group_by: str | None) -> dict[str, list[tuple[str, int]]]:

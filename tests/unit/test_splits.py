@@ -70,8 +70,16 @@ def test_every_count_of_the_papers_statistics_tables(dataset, ratio, train, real
     assert split.counts(cohort, "val") == [dataset[1]] * len(train)
     assert split.counts(cohort, "test") == [dataset[2]] * len(train)
     assert round(realised_ratio(train), 1) == realised
-    by_pool_size = make_split(cohort, section(dataset, ratio).model_copy(update={"order": None}))
-    assert by_pool_size.digest == split.digest  # the paper's orders are the orders of the pools
+
+
+@pytest.mark.parametrize(("dataset", "ratio"), [(PANDA, 50), (TISSUENET, 10)])
+def test_the_papers_orders_are_those_of_the_training_pools(dataset, ratio):
+    full, val, test, order = dataset
+    pools = [count - val - test for count in full]
+    assert sorted(range(len(pools)), key=lambda label: -pools[label]) == list(order)
+    cohort = manifest(full)
+    by_size = section(dataset, ratio).model_copy(update={"order": None})
+    assert make_split(cohort, by_size).digest == make_split(cohort, section(dataset, ratio)).digest
 
 
 def test_the_papers_frequency_groups():
@@ -144,7 +152,9 @@ def test_a_ratio_that_empties_a_class_and_a_wrong_order_are_refused():
     with pytest.raises(CohortError, match="no training slide would remain of class class2"):
         make_split(manifest([30, 30, 30]), SplitSection(val_per_class=2, test_per_class=2, imbalance_ratio=50))
     with pytest.raises(CohortError, match="each of the classes 0 to 1 once"):
-        make_split(manifest([9, 9]), SplitSection(val_per_class=1, test_per_class=1, imbalance_ratio=2, order=(0, 0)))
+        make_split(
+            manifest([9, 9]), SplitSection(val_per_class=1, test_per_class=1, imbalance_ratio=2, order=(0, 2, 1))
+        )
 
 
 def test_grouping_by_case_fills_the_quotas_and_leaves_no_leak():

@@ -1,0 +1,136 @@
+"""The command line: one clean message for what a user can mend, help a newcomer understands, nothing loaded early."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import write_tiny_cohort
+
+from deco_ray import cli
+from deco_ray.cohort.splits import load_split
+from deco_ray.cohort.store import Cohort
+from deco_ray.errors import CohortError
+
+
+def test_help_lists_every_command_with_a_sentence(capsys):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    wanted = {"doctor", "ingest", "synth", "split", "demo", "ui", "run", "sweep", "compare", "reproduce"}
+    assert wanted | {"predict", "explain"} == set(cli.COMMANDS)
+    for name, (_, _, sentence) in cli.COMMANDS.items():
+        assert f"  {name}" in text
+        assert sentence in text
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("deco-ray 0")
+
+
+def test_no_command_and_a_mistyped_one_show_the_way(capsys):
+    assert cli.main([]) == 2
+    assert "usage: deco-ray" in capsys.readouterr().err
+    assert cli.main(["splitt"]) == 2
+    assert "did you mean `deco-ray split`?" in capsys.readouterr().err
+
+
+def raising(error):
+    def command(_):
+        raise error
+
+    return command
+
+
+def test_errors_for_the_user_come_without_a_traceback(capsys, monkeypatch):
+    monkeypatch.delenv(cli.TRACEBACK, raising=False)
+    assert cli.guarded(raising(CohortError("slide s1 is empty")), []) == 1
+    assert capsys.readouterr().err == "error: slide s1 is empty\n"
+    monkeypatch.setenv(cli.TRACEBACK, "1")
+    assert cli.guarded(raising(CohortError("slide s1 is empty")), []) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_error_from_a_worker_shows_its_cause_only(capsys, monkeypatch):
+    monkeypatch.delenv(cli.TRACEBACK, raising=False)
+    wrapped = CohortError("ray::work() pid=1\nTraceback ... slide s1 is empty")
+    wrapped.cause = CohortError("slide s1 is empty")
+    assert cli.guarded(raising(wrapped), []) == 1
+    assert capsys.readouterr().err == "error: slide s1 is empty\n"
+
+
+def test_interrupts_and_bugs_keep_their_meaning(capsys):
+    assert cli.guarded(raising(KeyboardInterrupt()), []) == 130
+    with pytest.raises(ZeroDivisionError):
+        cli.guarded(raising(ZeroDivisionError()), [])
+    assert cli.guarded(lambda _: None, []) == 0
+    assert cli.guarded(lambda _: 3, []) == 3
+
+
+def test_a_job_ends_with_the_exit_code_of_its_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["job.py", "--config", "x"])
+    with pytest.raises(SystemExit) as ended:
+        cli.run_job(lambda arguments: 4 if arguments == ["--config", "x"] else 0)
+    assert ended.value.code == 4
+    with pytest.raises(SystemExit) as ended:
+        cli.run_job(raising(CohortError("no")))
+    assert ended.value.code == 1
+
+
+def test_synth_writes_a_cohort_and_shows_its_split(tmp_path, capsys):
+    out = tmp_path / "panda"
+    assert cli.main(["synth", "--preset", "panda_lt", "--scale", "0.001", "--seed", "2", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert load_split(Cohort.open(str(out)), "paper").ids("test")
+    assert "isup5" in text
+    assert "realised imbalance ratio 1.0" in text
+    assert cli.main(["synth", "--out", str(out)]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_split_stores_and_shows_counts_groups_ratio_and_leaks(tmp_path, capsys):
+    cohort = write_tiny_cohort(tmp_path / "c", slides=(40, 30, 20), dim=4, patches=(1, 3))
+    common = ["split", "--cohort", cohort.uri, "--val", "2", "--test", "3", "--imbalance-ratio", "5"]
+    assert cli.main([*common, "--name", "a", "--order", "0,1,2", "--seed", "3"]) == 0
+    text = capsys.readouterr().out
+    assert ["0", "a", "35", "2", "3", "0", "medium"] in [line.split() for line in text.splitlines()]
+    assert ["2", "c", "7", "2", "3", "8", "tail"] in [line.split() for line in text.splitlines()]
+    assert "realised imbalance ratio 5.0" in text
+    assert "patients have slides in more than one part" in text
+    assert load_split(cohort, "a").train_counts(cohort) == [35, 15, 7]
+    assert cli.main([*common, "--name", "b", "--group-by", "case_id"]) == 0
+    assert "patients" not in capsys.readouterr().out
+    assert cli.main([*common, "--name", "a", "--seed", "4"]) == 1
+    assert "holds another split" in capsys.readouterr().err
+    assert cli.main([*common, "--name", "a", "--seed", "4", "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--name", "x"], 2, "--cohort"),
+        (["--cohort", "/nowhere", "--name", "x"], 1, "no cohort at /nowhere"),
+        (["--cohort", "/nowhere", "--name", "x", "--val", "0"], 1, "val_per_class = 0"),
+        (["--cohort", "/nowhere", "--name", "x", "--order", "0,b"], 1, "order.1 = 'b'"),
+        (["--cohort", "/nowhere", "--name", "x", "--imbalance-ratio", "0.5"], 1, "greater than or equal to 1"),
+    ],
+)
+def test_wrong_arguments_of_split_say_which(arguments, code, message, capsys):
+    with pytest.raises(SystemExit) as ended:  # argparse leaves by itself
+        sys.exit(cli.main(["split", *arguments]))
+    assert ended.value.code == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["doctor", "synth", "split"])
+def test_each_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: deco-ray {command}" in capsys.readouterr().out
+
+
+def test_help_loads_no_heavy_library_and_cohorts_load_no_ray():
+    code = (
+        "import sys, deco_ray.cli; deco_ray.cli.main(['--help'])\n"
+        "assert not {'ray', 'torch', 'pyarrow', 'mlflow'} & set(sys.modules)\n"
+        "import deco_ray.cohort.synthetic, deco_ray.cohort.splits, deco_ray.doctor\n"
+        "assert 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
