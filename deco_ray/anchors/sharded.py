@@ -33,11 +33,12 @@ class ChunkWorker:
     def farthest(self, centroids: np.ndarray, count: int) -> list[Farthest]:
         return [farthest_chunk(centroids, count, chunk) for chunk in self.chunks]
 
-    def process(self) -> dict[str, int]:
-        """Process id, peak resident memory and bytes of the chunks held."""
+    def process(self) -> dict[str, Any]:
+        """Node, process id, peak resident memory and bytes of the chunks held."""
         peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
         held = sum(rows.nbytes for _, rows in self.chunks)
-        return {"pid": os.getpid(), "peak": int(peak.split()[1]) * 1024, "chunks": held}
+        node = ray.get_runtime_context().get_node_id()
+        return {"node": node, "pid": os.getpid(), "peak": int(peak.split()[1]) * 1024, "chunks": held}
 
 
 def _read(first: int, last: int, where: Any) -> np.ndarray:
@@ -70,7 +71,7 @@ class ShardedScanner:
         for worker in self.workers:
             ray.kill(worker)
 
-    def processes(self) -> list[dict[str, int]]:
+    def processes(self) -> list[dict[str, Any]]:
         return ray.get([worker.process.remote() for worker in self.workers])
 
     def scan(self, centroids: np.ndarray) -> Iterator[Partial]:

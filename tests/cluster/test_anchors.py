@@ -75,29 +75,29 @@ def test_empty_clusters_are_repaired_by_the_workers_as_locally(pool):
     assert found.centroids.tobytes() == expected.centroids.tobytes()
 
 
-class KillsOne:
-    """A scanner that kills one of its workers while the third scan runs."""
+class KillsTwo:
+    """A scanner that loses one worker while the third scan runs, and another before the fifth."""
 
     def __init__(self, scanner: ShardedScanner) -> None:
-        self.scanner, self.scans, self.killed = scanner, 0, 0
+        self.scanner, self.scans, self.killed = scanner, 0, []
 
     def scan(self, centroids):
         self.scans += 1
-        if self.scans == 3:
-            self.killed = self.scanner.processes()[1]["pid"]
-            threading.Timer(0.02, os.kill, (self.killed, signal.SIGKILL)).start()
+        if self.scans in (3, 5):
+            self.killed.append(self.scanner.processes()[self.scans % 2]["pid"])
+            threading.Timer(0.02 if self.scans == 3 else 0.0, os.kill, (self.killed[-1], signal.SIGKILL)).start()
         return self.scanner.scan(centroids)
 
     def farthest(self, centroids, count):
         return self.scanner.farthest(centroids, count)
 
 
-def test_a_killed_worker_changes_no_bit(pool, calm):
+def test_killed_workers_change_no_bit(pool, calm):
     with ShardedScanner(pool, 2) as scanner:
-        killer = KillsOne(scanner)
+        killer = KillsTwo(scanner)
         found = lloyd(killer, kmeans.start(np.load(pool, mmap_mode="r"), 20, 0), 6)
-        assert killer.killed
-        assert killer.killed not in [process["pid"] for process in scanner.processes()]
+        assert len(killer.killed) == 2
+        assert not {process["pid"] for process in scanner.processes()} & set(killer.killed)
     assert found.centroids.tobytes() == calm.centroids.tobytes()
     assert found.record == calm.record
 
