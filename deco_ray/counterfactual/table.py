@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from deco_ray.config import MaskingSection
+from deco_ray.config import CounterfactualSection, MaskingSection
 from deco_ray.counterfactual.effects import Contributions
 from deco_ray.counterfactual.ratios import anchor_ratios
 from deco_ray.errors import DecoError
@@ -107,3 +108,8 @@ def slide_ratios(
 
 def anchor_scores(effect_label: np.ndarray, effect_rival: np.ndarray, lam: float) -> np.ndarray:
     return effect_label - lam * effect_rival  # Eq. 8
+
+
+def contribution_inputs(anchors: str, judge: str, section: CounterfactualSection) -> dict[str, Any]:
+    """What a contribution table depends on: two digests (which hold cohort, split, seed, threads) and the section."""
+    return {"anchors": anchors, "judge": judge, **section.model_dump(mode="json")}
