@@ -37,7 +37,7 @@ class Preset:
     grade: tuple[float, ...]  # how far a class's lesion lies along the common direction of malignancy
     own: float  # how far it lies along the class's own direction
     extent: tuple[float, ...]  # share of a slide's patches that carry its class's lesion: less towards the tail
-    company: float = 0.0  # share of tissue with the next commoner lesion, relative to the extent of that one
+    company: float  # extent of a commoner lesion in a rarer class, relative to that in its own
     tissue: Tissue = Tissue()
 
 
@@ -67,9 +67,9 @@ PRESETS = {
             train=(2303, 1053, 481, 100, 220, 46),
             split=_split(100, 200, 50, (0, 1, 2, 4, 3, 5)),
             bag_size=(36, 0.6, 8, 250),
-            grade=(0.0, 0.25, 0.29, 0.33, 0.37, 0.41),
-            own=0.22,
-            extent=(0.0, 0.30, 0.24, 0.12, 0.18, 0.09),
+            grade=(0.0, 0.26, 0.29, 0.32, 0.35, 0.38),
+            own=0.20,
+            extent=(0.0, 0.30, 0.22, 0.10, 0.15, 0.08),
             company=0.5,
         ),
         Preset(

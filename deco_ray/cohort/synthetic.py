@@ -191,14 +191,15 @@ def tissue_map(cells: np.ndarray, types: int, rng: np.random.Generator) -> np.nd
 
 
 def lesion_map(cells: np.ndarray, label: int, preset: Preset, rng: np.random.Generator) -> np.ndarray:
-    """The lesion of each cell: foci of the slide's class, and of the next commoner lesion in rarer classes."""
+    """The lesion of each cell: foci of the slide's class and, in rarer classes, of one commoner lesion."""
     lesion = np.zeros(len(cells), int)
     if label == NORMAL:
         return lesion
     commoner = [c for c in range(1, len(preset.full)) if preset.train[c] > preset.train[label]]
     present = [label]
     if commoner:
-        present.insert(0, min(commoner, key=lambda c: preset.train[c]))  # the class's own lesion is drawn last, on top
+        often = np.array([preset.train[c] for c in commoner], float)
+        present = [int(rng.choice(commoner, p=often / often.sum())), label]  # its own lesion comes last, on top
     for kind in present:
         share = preset.extent[kind] * (1.0 if kind == label else preset.company) * np.exp(0.5 * rng.standard_normal())
         size = int(np.clip(round(share * len(cells)), 1, max(1, 0.8 * len(cells))))

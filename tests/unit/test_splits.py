@@ -235,3 +235,35 @@ def test_a_part_or_assignment_nobody_knows_is_refused():
         new_split(cohort, "x", {"s00000": "dev"}, {})
     with pytest.raises(CohortError, match="'dev'"):
         new_split(cohort, "x", {}, {}).ids("dev")
+
+
+def test_splits_of_a_cohort_on_s3_are_written_and_read_there(tmp_path, monkeypatch):
+    from moto.server import ThreadedMotoServer
+    from pyarrow import fs
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    local = write_tiny_cohort(tmp_path / "c", dim=4, patches=(1, 3))
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        options = f"scheme=http&endpoint_override={host}:{port}&region=us-east-1&allow_bucket_creation=true"
+        uri = f"s3://bucket/cohorts/tiny?{options}"
+        remote, root = fs.FileSystem.from_uri(uri)
+        remote.create_dir("bucket")
+        fs.copy_files(local.uri, root, destination_filesystem=remote)
+        cohort = Cohort.open(uri)
+        assert split_names(cohort) == []
+        split = make_split(cohort, SplitSection(name="far", val_per_class=2, test_per_class=2))
+        save_split(cohort, split)
+        assert split_names(cohort) == ["far"]
+        assert (
+            load_split(cohort, "far").digest
+            == split.digest
+            == make_split(local, SplitSection(val_per_class=2, test_per_class=2)).digest
+        )
+        with pytest.raises(CohortError, match="no split 'near'; stored: far"):
+            load_split(cohort, "near")
+    finally:
+        server.stop()
