@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import leaky_relu
-from torch.utils.checkpoint import checkpoint
 
 from deco_ray.models.protocol import Aggregator, check_choice
 
 ROWS = 1024  # patches whose similarities, or whose neighbours' messages, are in memory at once
+
+
+class Recomputed(torch.autograd.Function):
+    """function(e, t, nearest) whose inner tensors [n, k, D], the largest by far, are made again for the gradient.
+
+    What torch.utils.checkpoint does, without the seconds its first call takes to import a compiler.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], e: Tensor, t: Tensor, nearest: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(e, t, nearest)
+        return function(e, t, nearest)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor, None]:  # type: ignore[override]
+        e, t, nearest = ctx.saved_tensors
+        with torch.enable_grad():
+            e, t = e.detach().requires_grad_(), t.detach().requires_grad_()
+            grad_e, grad_t = torch.autograd.grad(ctx.function(e, t, nearest), (e, t), gradient)
+        return None, grad_e, grad_t, None
 
 
 class WiKG(Aggregator):
@@ -59,14 +82,8 @@ class WiKG(Aggregator):
         if len(e) <= ROWS:
             context = self.context(e, t, nearest)
         else:
-            # messages are [rows, k, D]: kept for the backward pass they would be the largest tensors by far
             parts = zip(e.split(ROWS), nearest.split(ROWS))
-            context = torch.cat(
-                [
-                    checkpoint(self.context, rows, t, chosen, use_reentrant=False, preserve_rng_state=False)
-                    for rows, chosen in parts
-                ]
-            )
+            context = torch.cat([Recomputed.apply(self.context, rows, t, chosen) for rows, chosen in parts])
         update = leaky_relu(self.sum_update(e + context)) + leaky_relu(self.product_update(e * context))
         return self.dropout(update)
 
