@@ -83,6 +83,7 @@ def check_slide_id(slide_id: Any) -> str:
         or len(text) > 200
     ):
         raise CohortError(
-            f"slide id {text!r} is empty, over 200 characters, or holds a path separator, '..' or a control character; rename the slide"
+            f"slide id {text!r} is empty, over 200 characters, or holds a path separator, '..' or a control "
+            "character; rename the slide"
         )
     return text

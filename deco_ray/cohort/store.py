@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import os
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pandas as pd
@@ -15,10 +18,13 @@ import torch
 from pyarrow import fs
 from torch import Tensor
 
-from deco_ray.cohort.schema import CohortMeta, parse_meta, part_name
+from deco_ray.cohort.pages import Part
+from deco_ray.cohort.schema import SLIDES, CohortMeta, parse_meta, part_name
 from deco_ray.errors import CohortError
 
 OPEN_PARTS = 16  # parsed Parquet footers kept per process
+# bags are computed from the file's memory, which nobody may write to; torch would warn of that once
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,16 @@ class Cohort:
 
     def __init__(self, uri: str, meta: CohortMeta, slides: pd.DataFrame) -> None:
         self.uri, self.meta, self.slides = uri, meta, slides
-        self._row_of = {slide: row for row, slide in enumerate(slides["slide_id"])}
 
     @classmethod
-    def open(cls, uri: str) -> Cohort:
-        filesystem, root = locate(uri)
-        meta = parse_meta(_read(filesystem, f"{root}/cohort.json", uri), str(uri))
-        with filesystem.open_input_file(f"{root}/slides.parquet") as file:
-            slides = pq.read_table(file).to_pandas()
+    def open(cls, uri: str | os.PathLike[str]) -> Cohort:
+        filesystem, root = locate(str(uri))
+        meta = parse_meta(_read(filesystem, f"{root}/cohort.json", str(uri)), shown(uri))
+        try:
+            with filesystem.open_input_file(f"{root}/slides.parquet") as file:
+                slides = pq.read_table(file, columns=SLIDES.names).to_pandas()
+        except (OSError, pa.ArrowException) as error:
+            raise CohortError(f"cannot read {shown(uri)}/slides.parquet: {error}; ingest the cohort again") from error
         return cls(str(uri), meta, slides)
 
     @property
@@ -64,31 +72,72 @@ class Cohort:
 
     def row(self, slide_id: str) -> dict[str, Any]:
         """The slide's row of slides.parquet."""
-        if slide_id not in self._row_of:
-            raise CohortError(f"slide {slide_id!r} is not in cohort {self.name} at {self.uri}")
-        return self.slides.iloc[self._row_of[slide_id]].to_dict()
+        facts = self.slides.iloc[self._place(slide_id)[0]]
+        return {str(name): value for name, value in facts.items()}
 
     def bag(self, slide_id: str) -> Bag:
-        row = self.row(slide_id)
-        table = read_row_group(self.uri, int(row["part"]), int(row["row_group"]), str(slide_id))
-        return Bag(str(slide_id), unit_rows(decode(table["feature"], self.meta)), coordinates(table), int(row["label"]))
+        """The slide's patches in the order they were stored."""
+        _, part, row_group, label = self._place(slide_id)
+        features, coords = self._patches(str(slide_id), part, row_group)
+        return Bag(str(slide_id), unit_rows(features), coords, label)
 
-    def bags(self, slide_ids: Sequence[str]):
+    def bags(self, slide_ids: Sequence[str]) -> Iterator[Bag]:
         """Bags in the given order, read one after another in this process."""
         return (self.bag(slide_id) for slide_id in slide_ids)
 
-    def __reduce__(self):
+    @functools.cached_property
+    def _places(self) -> dict[str, tuple[int, int, int, int]]:
+        """Slide id -> row, part, row group, label: a data frame's own lookup costs as much as reading a bag."""
+        columns = (self.slides[name].tolist() for name in ("slide_id", "part", "row_group", "label"))
+        return {slide: (row, *rest) for row, (slide, *rest) in enumerate(zip(*columns))}
+
+    def _place(self, slide_id: str) -> tuple[int, int, int, int]:
+        place = self._places.get(slide_id)
+        if place is None:
+            raise CohortError(f"slide {slide_id!r} is not in cohort {self.name} at {shown(self.uri)}")
+        return place
+
+    def _patches(self, slide_id: str, part: int, row_group: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Features [N, d] as stored (a view of the file where it can be mapped) and coordinates [N, 2]."""
+        try:
+            return open_part(self.uri, part, self._stamp(part)).patches(row_group, self.meta.dim, self.meta.dtype)
+        except (OSError, ValueError, IndexError, pa.ArrowException) as error:
+            raise CohortError(
+                f"slide {slide_id}: cannot read {shown(self.uri)}/{part_name(part)}, row group {row_group}: {error}; "
+                "the cohort is damaged, ingest it again"
+            ) from error
+
+    def _stamp(self, part: int) -> str:
+        """Changes when the part is replaced, so that nobody reads a new file through an old footer."""
+        filesystem, root = locate(self.uri)
+        if not isinstance(filesystem, fs.LocalFileSystem):
+            return self.checksum  # a look at the object would cost a round trip per bag
+        found = os.stat(f"{root}/{part_name(part)}")
+        return f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
         return Cohort, (self.uri, self.meta, self.slides)
 
 
+def shown(uri: str | os.PathLike[str]) -> str:
+    """The URI for a message: without the credentials and options it may carry."""
+    text = str(uri)
+    if "://" not in text:
+        return text
+    parts = urlsplit(text)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+@functools.lru_cache(maxsize=32)
 def locate(uri: str) -> tuple[fs.FileSystem, str]:
-    """Filesystem and path of a local folder or an s3:// or gs:// URI."""
+    """Filesystem and path of a local folder or an s3:// or gs:// URI (options in its query, as pyarrow reads them)."""
     try:
-        if "://" in str(uri):
-            return fs.FileSystem.from_uri(str(uri).rstrip("/"))
-        return fs.LocalFileSystem(), str(uri).rstrip("/")
+        if "://" in uri:
+            filesystem, path = fs.FileSystem.from_uri(uri)
+            return filesystem, path.rstrip("/")
+        return fs.LocalFileSystem(), uri.rstrip("/") or "/"
     except (pa.ArrowInvalid, OSError) as error:
-        raise CohortError(f"cannot open {uri}: {error}") from error
+        raise CohortError(f"cannot open {shown(uri)}: {error}") from error
 
 
 def _read(filesystem: fs.FileSystem, path: str, uri: str) -> bytes:
@@ -97,48 +146,27 @@ def _read(filesystem: fs.FileSystem, path: str, uri: str) -> bytes:
             return file.read()
     except (FileNotFoundError, NotADirectoryError):
         raise CohortError(
-            f"no cohort at {uri} (no cohort.json there); make one with `deco-ray ingest` or `deco-ray synth`"
+            f"no cohort at {shown(uri)} (no cohort.json there); make one with `deco-ray ingest` or `deco-ray synth`"
         ) from None
     except OSError as error:
         raise CohortError(f"cannot read {path}: {error}") from error
 
 
 @functools.lru_cache(maxsize=OPEN_PARTS)
-def open_part(uri: str, part: int) -> pq.ParquetFile:
+def open_part(uri: str, part: int, stamp: str) -> Part:
+    """The opened part; `stamp` says which of the files that ever had this name."""
     filesystem, root = locate(uri)
     path = f"{root}/{part_name(part)}"
-    source = pa.memory_map(path) if isinstance(filesystem, fs.LocalFileSystem) else filesystem.open_input_file(path)
-    return pq.ParquetFile(source)
-
-
-def read_row_group(uri: str, part: int, row_group: int, slide_id: str) -> pa.Table:
-    try:
-        return open_part(uri, part).read_row_group(row_group, columns=["x", "y", "feature"], use_threads=False)
-    except (OSError, pa.ArrowException) as error:
-        raise CohortError(
-            f"slide {slide_id}: cannot read {uri}/{part_name(part)}, row group {row_group}: {error}; ingest the cohort again"
-        ) from error
-
-
-def decode(column: pa.ChunkedArray, meta: CohortMeta) -> np.ndarray:
-    """The feature column as [N, d] without copying; mind each chunk's offset."""
-    itemsize = np.dtype(meta.dtype).itemsize
-    blocks = []
-    for chunk in column.chunks:
-        start, count = chunk.offset * meta.dim * itemsize, len(chunk) * meta.dim
-        blocks.append(
-            np.frombuffer(chunk.buffers()[1], f"<{meta.dtype[0]}{itemsize}", count, start).reshape(-1, meta.dim)
-        )
-    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+    if isinstance(filesystem, fs.LocalFileSystem):
+        return Part(pa.memory_map(path))
+    return Part(filesystem.open_input_file(path))
 
 
 def unit_rows(features: np.ndarray) -> Tensor:
-    """Float32 rows of unit length (Eq. 1); ingest refused all-zero rows."""
-    rows = torch.from_numpy(np.array(features, dtype=np.float32))
-    return rows.div_(torch.linalg.vector_norm(rows, dim=1, keepdim=True))
-
-
-def coordinates(table: pa.Table) -> np.ndarray | None:
-    if table["x"].null_count:
-        return None
-    return np.stack([table["x"].to_numpy(), table["y"].to_numpy()], axis=1).astype(np.int64)
+    """Float32 rows of unit length (Eq. 1) in memory of their own; ingest refused all-zero rows."""
+    # NumPy asks for huge pages where torch's own allocator takes a page fault every 4 kB
+    rows = torch.from_numpy(np.empty(features.shape, np.float32))
+    given = torch.from_numpy(features)
+    if given.dtype != torch.float32:
+        given = rows.copy_(given)
+    return torch.div(given, torch.linalg.vector_norm(given, dim=1, keepdim=True), out=rows)

@@ -6,20 +6,23 @@ read where they are used and never shuffled themselves.
 
 from __future__ import annotations
 
+import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
 import pyarrow as pa
 import ray
+import ray.data
 import torch
 
+from deco_ray.cohort.packing import Arrays, pack, unpack
 from deco_ray.cohort.store import Bag, Cohort
+from deco_ray.errors import CohortError, DecoError, StageError
 from deco_ray.progress import bar
 
-Arrays = dict[str, np.ndarray]
 BLOCK_BYTES = 64 * 2**20  # of features behind one task: a few large slides, or many small ones
+LEAST_BLOCKS = 8  # so that a small cohort still keeps a few workers busy
 
 
 def map_bags(
@@ -28,72 +31,123 @@ def map_bags(
     function: Callable[[Bag], Arrays],
     *,
     num_cpus: float = 1.0,
+    concurrency: int | None = None,
     label: str = "",
 ) -> Iterator[tuple[str, Arrays]]:
-    """`function` of every bag, computed in Ray Data tasks beside the read; yields in the order of `slide_ids`."""
-    shared = ray.put((cohort, function))
+    """`function` of every bag, computed in Ray Data tasks beside the read; yields in the order of `slide_ids`.
+
+    An error in the function or the read is raised here as it was there, naming the slide; none is tried again,
+    because the same bag would fail the same way.
+    """
+    shared = ray_put((cohort, function))
 
     def work(batch: pa.Table) -> pa.Table:
         opened, apply = ray.get(shared)
-        rows = [pack(apply(opened.bag(slide))) for slide in batch["slide_id"].to_pylist()]
-        return pa.table({"slide_id": batch["slide_id"], "arrays": pa.array(rows, pa.large_binary())})
+        results, error = [], b""
+        for slide in batch["slide_id"].to_pylist():
+            try:
+                results.append(apply(opened.bag(slide)))
+            except Exception as raised:
+                error = _portable(raised, slide)
+                break
+        return pack(batch["slide_id"].to_pylist()[: len(results)], results, error)
 
+    manifest = (pa.table({"slide_id": block}) for block in blocks(cohort, slide_ids))
     with bar(len(slide_ids), label, "slide") as shown:
-        for block in _run(cohort, slide_ids, work, num_cpus):
-            for slide, packed in zip(block["slide_id"].to_pylist(), block["arrays"]):
-                yield slide, unpack(packed.as_buffer())
+        for table in run_blocks(manifest, work, num_cpus=num_cpus, concurrency=concurrency):
+            for slide, arrays, error in unpack(table):
+                if error:
+                    raise pickle.loads(error)
+                yield slide, arrays
                 shown.update()
 
 
-def stream_bags(cohort: Cohort, slide_ids: Sequence[str], *, num_cpus: float = 0.0) -> Iterator[Bag]:
+def stream_bags(cohort: Cohort, slide_ids: Sequence[str], *, prefetch: int = 2, num_cpus: float = 0.0) -> Iterator[Bag]:
     """Bags in the order of `slide_ids` (repeats allowed), read ahead by Ray Data while the caller works.
 
-    Reading asks for no CPU by default: inside a training run every CPU may be taken already.
+    `prefetch` blocks of about 64 MB are under way at a time. Reading asks for no CPU by default: inside a training
+    run every CPU may be taken already.
     """
-    rows = cohort.slides.set_index("slide_id")["label"]
-    for slide, arrays in map_bags(cohort, slide_ids, _features, num_cpus=num_cpus, label=""):
-        coords = arrays.get("coords")
-        yield Bag(slide, torch.from_numpy(arrays["features"]), coords, int(rows[slide]))
+    label_of = dict(zip(cohort.slides["slide_id"], cohort.slides["label"]))
+    for slide, arrays in map_bags(cohort, slide_ids, _arrays, num_cpus=num_cpus, concurrency=prefetch):
+        yield Bag(slide, torch.from_numpy(arrays["features"]), arrays.get("coords"), int(label_of[slide]))
 
 
-def _features(bag: Bag) -> Arrays:
-    arrays: Arrays = {"features": bag.features.numpy()}
-    if bag.coords is not None:
-        arrays["coords"] = bag.coords
-    return arrays
+def _arrays(bag: Bag) -> Arrays:
+    return {"features": bag.features.numpy()} | ({} if bag.coords is None else {"coords": bag.coords})
 
 
-def _run(
-    cohort: Cohort, slide_ids: Sequence[str], work: Callable[[pa.Table], pa.Table], num_cpus: float
+def run_blocks(
+    tables: Iterable[pa.Table],
+    work: Callable[[pa.Table], pa.Table],
+    *,
+    num_cpus: float = 1.0,
+    concurrency: int | None = None,
 ) -> Iterator[pa.Table]:
-    if not len(slide_ids):
+    """`work` of every table as one Ray Data task each; results in order, at most a few held in memory."""
+    given = list(tables)
+    if not given:
         return
-    manifest = ray.data.from_arrow([pa.table({"slide_id": list(block)}) for block in blocks(cohort, slide_ids)])
+    _start_ray()
+    manifest = ray.data.from_arrow(given)
     manifest.context.execution_options.preserve_order = True
-    manifest.context.enable_progress_bars = False
-    results = manifest.map_batches(work, batch_format="pyarrow", batch_size=None, num_cpus=num_cpus)
-    yield from results.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=2)
+    manifest.context.enable_progress_bars = False  # ours counts slides
+    # tasks without a CPU request would otherwise all start at once
+    size = concurrency if concurrency is not None else (None if num_cpus else 2)
+    results = manifest.map_batches(
+        work,
+        batch_format="pyarrow",
+        batch_size=None,
+        num_cpus=num_cpus,
+        compute=None if size is None else ray.data.TaskPoolStrategy(size=size),
+    )
+    yield from results.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=1)
+
+
+def ray_put(value: object) -> ray.ObjectRef:
+    _start_ray()
+    return ray.put(value)
+
+
+def _start_ray() -> None:
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    # Ray Data tells of every execution; its log file keeps all of that, the console only errors
+    for handler in logging.getLogger("ray.data").handlers:
+        if type(handler).__name__ == "PlainRayHandler":
+            handler.setLevel(logging.ERROR)
+
+
+def _portable(error: Exception, slide: str) -> bytes:
+    """The error as bytes that raise the same type elsewhere, with the slide in its text."""
+    if isinstance(error, DecoError):
+        if slide not in str(error):
+            error = type(error)(f"slide {slide}: {error}")
+        return pickle.dumps(error.with_traceback(None))
+    # a bug, not a matter of the user's: keep where it happened
+    error.add_note(f"in slide {slide}, in a worker:\n{''.join(traceback.format_exception(error))}")
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return data
+    except Exception:  # an exception that cannot travel
+        return pickle.dumps(StageError(f"slide {slide}: {type(error).__name__}: {error}"))
 
 
 def blocks(cohort: Cohort, slide_ids: Sequence[str]) -> Iterator[list[str]]:
     """Consecutive slides grouped to about BLOCK_BYTES of features; borders depend on the data only."""
-    sizes = dict(zip(cohort.slides["slide_id"], cohort.slides["n_patches"] * cohort.dim * 4))
+    sizes = dict(zip(cohort.slides["slide_id"], (cohort.slides["n_patches"] * cohort.dim * 4).tolist()))
+    unknown = [slide for slide in slide_ids if slide not in sizes]
+    if unknown:
+        raise CohortError(f"slide {unknown[0]!r} is not in cohort {cohort.name}")
+    limit = min(BLOCK_BYTES, sum(sizes[slide] for slide in slide_ids) / LEAST_BLOCKS)
     block: list[str] = []
     total = 0
     for slide in slide_ids:
-        if block and total + sizes[slide] > BLOCK_BYTES:
+        if block and total + sizes[slide] > limit:
             yield block
             block, total = [], 0
         block.append(slide)
-        total += int(sizes[slide])
+        total += sizes[slide]
     if block:
         yield block
-
-
-def pack(arrays: Arrays) -> bytes:
-    """Arrays as bytes; our own tasks write and read them, never files of users."""
-    return pickle.dumps({name: np.ascontiguousarray(array) for name, array in arrays.items()}, protocol=5)
-
-
-def unpack(buffer: Any) -> Arrays:
-    return pickle.loads(buffer)

@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,6 +22,8 @@ from deco_ray.cohort.schema import SLIDES, CohortMeta, check_slide_id, part_name
 from deco_ray.errors import CohortError
 
 PART_BYTES = 128 * 2**20
+PAGE_BYTES = 2**30  # more than any slide: Parquet allows pages below 2 GB
+BATCH_ROWS = 2**20
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,10 @@ class SlideFeatures:
 
 
 def slide_checksum(features: np.ndarray, coords: np.ndarray | None) -> str:
-    sha = hashlib.blake2b(np.ascontiguousarray(features), digest_size=16)
+    sha = hashlib.sha256(np.ascontiguousarray(features).data)  # the one hash that processors speed up
     if coords is not None:
-        sha.update(np.ascontiguousarray(coords, dtype=np.int32))
-    return sha.hexdigest()
+        sha.update(np.ascontiguousarray(coords, dtype=np.int32).data)
+    return sha.hexdigest()[:32]
 
 
 def patch_table(slide: SlideFeatures, dtype: str) -> pa.Table:
@@ -53,6 +57,19 @@ def patch_table(slide: SlideFeatures, dtype: str) -> pa.Table:
         xy = [pa.array(np.ascontiguousarray(slide.coords[:, axis], dtype=np.int32)) for axis in (0, 1)]
     ids = pa.DictionaryArray.from_arrays(pa.array(np.zeros(n, np.int32)), pa.array([slide.slide_id])).cast(pa.string())
     return pa.table([ids, *xy, column], schema=patch_schema(dim, dtype))
+
+
+def part_writer(path: str | Path, schema: pa.Schema) -> pq.ParquetWriter:
+    """A part file whose columns are one plain page per slide, which readers use where it lies (pages.py)."""
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression="none",
+        use_dictionary=["slide_id"],
+        write_statistics=False,  # of random bytes they cost time and serve nobody
+        data_page_size=PAGE_BYTES,
+        write_batch_size=BATCH_ROWS,
+    )
 
 
 class CohortWriter:
@@ -78,20 +95,8 @@ class CohortWriter:
             self._next_part(table.schema)
         assert self.file is not None
         self.file.write_table(table, row_group_size=max(1, len(table)))
-        self.rows.append(
-            {
-                "slide_id": slide.slide_id,
-                "case_id": slide.case_id,
-                "label": slide.label,
-                "n_patches": len(table),
-                "part": self.part,
-                "row_group": self.row_group,
-                "patch_size_level0": slide.patch_size_level0,
-                "level0_width": slide.level0_width,
-                "level0_height": slide.level0_height,
-                "checksum": slide_checksum(slide.features, slide.coords),
-            }
-        )
+        facts = {**vars(slide), "n_patches": len(table), "checksum": slide_checksum(slide.features, slide.coords)}
+        self.rows.append(slide_row(facts, slide.case_id, slide.label, self.part, self.row_group))
         self.row_group += 1
         self.bytes += table.nbytes
 
@@ -99,14 +104,7 @@ class CohortWriter:
         if self.file is not None:
             self.file.close()
         self.part, self.row_group, self.bytes = self.part + 1, 0, 0
-        # statistics and dictionaries of random bytes cost time and space and serve nobody
-        self.file = pq.ParquetWriter(
-            self.folder / part_name(self.part),
-            schema,
-            compression="none",
-            use_dictionary=["slide_id"],
-            write_statistics=False,
-        )
+        self.file = part_writer(self.folder / part_name(self.part), schema)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -120,17 +118,25 @@ class CohortWriter:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _finish(self) -> None:
-        slides = pd.DataFrame(self.rows, columns=SLIDES.names)
-        pq.write_table(
-            pa.Table.from_pandas(slides, schema=SLIDES, preserve_index=False), self.folder / "slides.parquet"
-        )
-        meta = self.meta.model_copy(update={"checksum": cohort_checksum(self.meta, slides)})
-        (self.folder / "cohort.json").write_text(json.dumps(meta.model_dump(), indent=1))
+        write_index(self.folder, self.meta, pd.DataFrame(self.rows, columns=SLIDES.names))
         os.rename(self.folder, self.path)
+
+
+def slide_row(facts: Mapping[str, Any], case_id: str, label: int, part: int, row_group: int) -> dict[str, Any]:
+    """The slide's row of slides.parquet."""
+    place = {"case_id": case_id, "label": label, "part": part, "row_group": row_group}
+    return {name: place[name] if name in place else facts[name] for name in SLIDES.names}
+
+
+def write_index(folder: Path, meta: CohortMeta, slides: pd.DataFrame) -> None:
+    """slides.parquet and, last, cohort.json with the checksum of all slides."""
+    pq.write_table(pa.Table.from_pandas(slides, schema=SLIDES, preserve_index=False), folder / "slides.parquet")
+    meta = meta.model_copy(update={"checksum": cohort_checksum(meta, slides)})
+    (folder / "cohort.json").write_text(json.dumps(meta.model_dump(), indent=1))
 
 
 def cohort_checksum(meta: CohortMeta, slides: pd.DataFrame) -> str:
     """Identifies the data: ids, labels, features, coordinates, class names; not the name or the place."""
-    facts = [list(meta.classes), meta.normal_class, meta.dim, meta.dtype]
-    facts += [[r.slide_id, r.case_id, int(r.label), r.checksum] for r in slides.itertuples()]
+    facts: list[Any] = [list(meta.classes), meta.normal_class, meta.dim, meta.dtype]
+    facts += zip(*(slides[name].tolist() for name in ("slide_id", "case_id", "label", "checksum")))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -1,0 +1,104 @@
+"""One part of a cohort: a slide's columns straight from the file's bytes, without decoding them patch by patch.
+
+Our writer stores each column of a slide as one uncompressed page of plain values. Such a page can be used where
+it lies: in the memory map of a local file, or in the one range fetched from an object store. Any other layout
+(a cohort rewritten by another Parquet tool) is read by pyarrow, slower and just as correctly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+COLUMNS = ("x", "y", "feature")
+DATA_PAGE = 0
+INT_FIELD = 0x15  # Thrift's compact protocol: the next field, a 32-bit integer
+
+
+class Part:
+    """An opened part file, read by row group; any number of threads may read."""
+
+    def __init__(self, source: pa.NativeFile) -> None:
+        self.source = source
+        # a mapped file is one buffer from here on: slices of it copy nothing and move no file pointer
+        self.mapped = source.read_buffer() if isinstance(source, pa.MemoryMappedFile) else None
+        self.file = pq.ParquetFile(source if self.mapped is None else pa.BufferReader(self.mapped), pre_buffer=False)
+        names = self.file.schema_arrow.names
+        missing = [name for name in COLUMNS if name not in names]
+        if missing:
+            raise ValueError(f"no column {', '.join(missing)}")
+        self.index = {name: names.index(name) for name in COLUMNS}
+
+    def patches(self, row_group: int, dim: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
+        """Features [N, dim] as stored (read-only) and coordinates int64 [N, 2] if the source had any."""
+        stored = np.dtype(dtype).newbyteorder("<")
+        group = self.file.metadata.row_group(row_group)
+        chunks = {name: group.column(index) for name, index in self.index.items()}
+        first = min(chunk.data_page_offset for chunk in chunks.values())
+        last = max(chunk.data_page_offset + chunk.total_compressed_size for chunk in chunks.values())
+        data = self._fetch(first, last - first)  # one round trip for all columns
+        columns = {}
+        for name, chunk in chunks.items():
+            width = dim * stored.itemsize if name == "feature" else 4
+            offset = chunk.data_page_offset - first
+            values = plain_values(chunk, data[offset : offset + chunk.total_compressed_size], group.num_rows, width)
+            columns[name] = self._decoded(row_group, name, width) if values is None else values
+        features = np.frombuffer(columns["feature"], stored).reshape(-1, dim)
+        x, y = (np.frombuffer(columns[name], "<i4") for name in ("x", "y"))
+        if len(features) != group.num_rows:
+            raise ValueError(f"{len(features)} features for {group.num_rows} patches")
+        if len(x) != group.num_rows or len(y) != group.num_rows:  # nulls
+            return features, None
+        coords = np.empty((group.num_rows, 2), np.int64)
+        coords[:, 0], coords[:, 1] = x, y
+        return features, coords
+
+    def _fetch(self, offset: int, size: int) -> memoryview:
+        if self.mapped is not None:
+            return memoryview(self.mapped.slice(offset, size)).cast("B")
+        return memoryview(self.source.read_at(size, offset))
+
+    def _decoded(self, row_group: int, name: str, width: int) -> memoryview:
+        """The column's values that are not null, read by pyarrow."""
+        table = self.file.read_row_group(row_group, columns=[name], use_threads=False)
+        column = table[name].combine_chunks().drop_null()
+        if column.type.bit_width != width * 8:
+            raise ValueError(f"column {name} is {column.type}, not {width} bytes wide")
+        values = column.buffers()[1] if len(column) else b""
+        return memoryview(values).cast("B")[column.offset * width : (column.offset + len(column)) * width]
+
+
+def plain_values(chunk: pq.ColumnChunkMetaData, data: memoryview, rows: int, width: int) -> memoryview | None:
+    """The values of a column chunk that is one plain page without nulls; none for any other layout."""
+    if (
+        chunk.compression != "UNCOMPRESSED"
+        or chunk.has_dictionary_page
+        or not set(chunk.encodings) <= {"PLAIN", "RLE"}  # RLE: of the marks that say which values are null
+    ):
+        return None
+    kind, at = _integer(data, 0)
+    uncompressed, at = _integer(data, at)
+    size, at = _integer(data, at)
+    # a first page that holds the bytes of all rows is the only page
+    if kind != DATA_PAGE or size != uncompressed or size < rows * width or size > len(data):
+        return None
+    page = data[len(data) - size :]
+    if size == rows * width:  # a column that cannot be null has no marks
+        return page
+    marks = 4 + int.from_bytes(page[:4], "little")
+    return page[marks:] if size == marks + rows * width else None
+
+
+def _integer(data: memoryview, at: int) -> tuple[int, int]:
+    """The integer field of a page header at `at` (zigzag, seven bits a byte) and where the next begins; -1: not one."""
+    if data[at] != INT_FIELD:
+        return -1, at
+    value, shift = 0, 0
+    byte = 0x80
+    while byte >= 0x80 and shift < 35:
+        at += 1
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        shift += 7
+    return (value >> 1) ^ -(value & 1), at + 1

@@ -1,0 +1,92 @@
+"""A .pt file: a tensor (CLAM), a pickled NumPy array (TRIDENT), or a dictionary around one; no code in it is run.
+
+torch's restricted unpickler builds tensors and the few NumPy constructors named here, and refuses all else.
+"""
+
+from __future__ import annotations
+
+import _codecs
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deco_ray.cohort.readers import pickled_array
+from deco_ray.cohort.readers.raw import RawSlide, Unreadable, bag_features, number, pixel_coords
+
+FLOATS = (np.dtypes.Float16DType, np.dtypes.Float32DType, np.dtypes.Float64DType)
+INTEGERS = (np.dtypes.Int32DType, np.dtypes.Int64DType)
+_reconstruct: Callable = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+ARRAYS: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    *FLOATS,
+    *INTEGERS,
+    (_reconstruct, "numpy.core.multiarray._reconstruct"),  # NumPy 1 wrote it under this name
+    (_reconstruct, "numpy._core.multiarray._reconstruct"),
+    (_codecs.encode, "_codecs.encode"),  # how pickle protocol 2 spells bytes
+]
+OLD_FORMAT = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")  # torch.save before version 1.6
+FEATURES = ("features", "feats", "feature", "embeddings", "x")
+COORDS = ("coords", "coordinates")
+
+
+def read(path: Path) -> RawSlide:
+    content = load(path)
+    coords, size = None, None
+    if isinstance(content, dict):
+        coords = next((content[name] for name in COORDS if content.get(name) is not None), None)
+        size = number(content.get("patch_size_level0"))
+        content = _features_of(content)
+    features = bag_features(_array(content))
+    return RawSlide(features, None if coords is None else pixel_coords(_array(coords), len(features)), size)
+
+
+def load(path: Path) -> Any:
+    if _bare_pickle(path):
+        return pickled_array.load(path)
+    try:
+        with torch.serialization.safe_globals(ARRAYS):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        names = re.findall(r"GLOBAL ([\w.]+)", str(error))
+        raise Unreadable(
+            f"holds more than arrays{f' ({names[0]})' if names else ', or is damaged'}; it was not opened, because a "
+            "pickle can run code: save the features again as a bare tensor"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise Unreadable(f"truncated or not a PyTorch file ({first})") from error
+
+
+def _bare_pickle(path: Path) -> bool:
+    """Neither torch's zip archive nor its older stream, which opens with a number of its own."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(32)
+    except OSError as error:
+        raise Unreadable(f"cannot be opened ({error.strerror})") from error
+    return head.startswith(b"\x80") and OLD_FORMAT not in head
+
+
+def _features_of(content: dict) -> Any:
+    for name in FEATURES:
+        if content.get(name) is not None:
+            return content[name]
+    bags = [value for value in content.values() if getattr(value, "ndim", 0) == 2]
+    if len(bags) != 1:
+        raise Unreadable(f"a dictionary with {', '.join(map(str, content)) or 'nothing'}; expected `features`")
+    return bags[0]
+
+
+def _array(value: Any) -> np.ndarray:
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()
+    if isinstance(value, np.ndarray):
+        return value
+    raise Unreadable(f"holds a {type(value).__name__}; expected a tensor or an array")

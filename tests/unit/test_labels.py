@@ -1,0 +1,81 @@
+"""Labels are text; the order of classes is the user's; whatever does not match is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from deco_ray.cohort.labels import Classes, LabelRow, check_files, match_labels, read_labels, resolve_classes
+from deco_ray.errors import CohortError
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_ids_and_labels_stay_text(tmp_path):
+    path = write(tmp_path / "labels.csv", "\ufeffcase_id,slide_id,label\n01,007,1e3\n,008, no \n\n")
+    assert read_labels(path) == [LabelRow("007", "01", "1e3"), LabelRow("008", "008", "no")]
+
+
+def test_missing_columns_are_named(tmp_path):
+    with pytest.raises(CohortError, match="no column slide_id, label"):
+        read_labels(write(tmp_path / "labels.csv", "id,y\n1,2\n"))
+    with pytest.raises(CohortError, match="cannot read the labels"):
+        read_labels(tmp_path / "none.csv")
+
+
+def test_classes_come_from_arguments_yaml_or_integers(tmp_path):
+    assert resolve_classes(["a", "b"], "b", [], None) == Classes(("a", "b"), 1)
+    assert resolve_classes(["a", "b"], 1, [], None) == Classes(("a", "b"), 1)
+    assert resolve_classes(None, None, ["2", "0", "10"], None).names == tuple(map(str, range(11)))
+    path = write(tmp_path / "classes.yaml", "classes: [no, 007, yes]\nnormal_class: 007\n")
+    assert resolve_classes(path, None, [], None) == Classes(("no", "007", "yes"), 1)
+    assert resolve_classes(None, "yes", ["no"], tmp_path) == Classes(("no", "007", "yes"), 2)
+
+
+@pytest.mark.parametrize(
+    ("classes", "normal", "message"),
+    [
+        (None, None, "order of the classes is not given; the labels hold micro, negative"),
+        (["a", "a"], None, "must differ"),
+        (["a", "b"], "c", "normal class 'c' is not among the classes: a, b"),
+        (["a", "b"], 2, "normal class 2"),
+    ],
+)
+def test_unclear_classes_are_refused(classes, normal, message):
+    with pytest.raises(CohortError, match=message):
+        resolve_classes(classes, normal, ["negative", "micro"], None)
+
+
+def test_a_yaml_without_classes_is_refused(tmp_path):
+    with pytest.raises(CohortError, match="must hold `classes"):
+        resolve_classes(write(tmp_path / "c.yaml", "names: [a]"), None, [], None)
+
+
+def test_a_name_goes_before_an_index():
+    assert Classes(("1", "0", "x")).index("0") == 1
+    assert Classes(("a", "b")).index("1") == 1
+    assert Classes(("a", "b")).index("2") is None
+
+
+def test_everything_that_does_not_match_is_named():
+    files = [("a", "a.h5"), ("b", "b.h5"), ("c", "c.h5"), ("twice", "twice.h5"), ("bare", "bare.h5")]
+    rows = [LabelRow(slide, "case", label) for slide, label in [("a", "x"), ("b", "1"), ("c", "ITC"), ("gone", "x")]]
+    rows += [LabelRow("twice", "case", "x"), LabelRow("twice", "case", "y"), LabelRow("../d", "case", "x")]
+    matched, problems = match_labels(files, rows, Classes(("x", "y")), "labels.csv")
+    assert matched == {"a": ("case", 0), "b": ("case", 1)}
+    reasons = {problem.slide_id: str(problem) for problem in problems}
+    assert "label 'ITC' is not among the classes: x, y" in reasons["c"]
+    assert "slide c (labels.csv)" in reasons["c"]
+    assert "no feature file" in reasons["gone"]
+    assert "duplicate slide id" in reasons["twice"]
+    assert "path separator" in reasons["../d"]
+    assert "has no label in labels.csv" in reasons["bare"]
+    assert len(problems) == 5
+
+
+def test_unusable_and_repeated_file_names_are_named():
+    problems = check_files([("a", "x/a.pt"), ("a", "y/a.pt"), ("b..c", "b..c.pt")])
+    assert "duplicate slide id: x/a.pt has it too" in str(problems[0])
+    assert "'..'" in str(problems[1])

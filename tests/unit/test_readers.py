@@ -1,0 +1,203 @@
+"""Every format as its tool writes it, and every way a file can be wrong; nothing in a file is ever run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from deco_ray.cohort.readers import READERS, Unreadable
+from deco_ray.cohort.readers.raw import check_values
+from deco_ray.keys import generator
+
+
+def bag(n=6, dim=4, dtype=np.float32):
+    return generator(0, "reader test", n).normal(1, 1, (n, dim)).astype(dtype)
+
+
+def write_h5(path, attrs=None, on="coords", **arrays):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        for name, array in arrays.items():
+            file[name] = array
+        for name, value in (attrs or {}).items():
+            (file if on == "file" else file[on]).attrs[name] = value
+    return path
+
+
+GRID = np.stack([np.arange(6) * 512, np.arange(6) * 256], 1)
+
+
+def test_clam_reads_geometry_from_the_sibling_folder(tmp_path):
+    features = bag()
+    path = write_h5(tmp_path / "h5_files" / "a.h5", features=features, coords=GRID.astype(np.int32))
+    assert READERS["clam"](path).patch_size_level0 is None
+    attrs = {"patch_size": 256, "patch_level": 1, "downsample": (4.0, 4.0), "level_dim": (1000, 500)}
+    write_h5(tmp_path / "patches" / "a.h5", attrs, coords=GRID)
+    slide = READERS["clam"](path)
+    np.testing.assert_array_equal(slide.features, features)
+    np.testing.assert_array_equal(slide.coords, GRID)
+    assert (slide.patch_size_level0, slide.level0_width, slide.level0_height) == (1024.0, 4000, 2000)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_trident_keeps_float16_rounds_coords_and_takes_missing_attributes(tmp_path, dtype):
+    attrs = {"patch_size_level0": 511.7, "level0_width": "None"}
+    path = write_h5(tmp_path / "a.h5", attrs, features=bag(dtype=dtype), coords=GRID + 0.4)
+    slide = READERS["trident"](path)
+    assert slide.features.dtype == dtype
+    np.testing.assert_array_equal(slide.coords, GRID)
+    assert slide.patch_size_level0 == pytest.approx(511.7)
+    assert slide.level0_width is None
+    assert slide.level0_height is None
+
+
+def test_a_leading_batch_axis_is_dropped(tmp_path):
+    features = bag()
+    slide = READERS["trident"](write_h5(tmp_path / "a.h5", features=features[None], coords=GRID[None]))
+    np.testing.assert_array_equal(slide.features, features)
+    assert slide.coords.shape == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("attrs", "unit_px", "size"),
+    [
+        ({"tile_size_um": 256.0, "tile_size_px": 224}, 224 / 256, 224),
+        ({"tile_size": 256.0, "unit": "um"}, 224 / 256, 224),
+        ({"tile_size_px": 300, "unit": "px"}, 1.0, 300),
+        ({}, 1.0, 256),  # the stride of the coordinates
+    ],
+)
+def test_stamp_turns_microns_into_pixels(tmp_path, attrs, unit_px, size):
+    path = write_h5(tmp_path / "a.h5", attrs, "file", feats=bag(), coords=GRID.astype(float))
+    slide = READERS["stamp"](path)
+    np.testing.assert_array_equal(slide.coords, np.rint(GRID * unit_px))
+    assert slide.patch_size_level0 == size
+
+
+def test_stamp_refuses_an_unknown_unit(tmp_path):
+    path = write_h5(tmp_path / "a.h5", {"unit": "inch"}, "file", feats=bag(), coords=GRID)
+    with pytest.raises(Unreadable, match="unit 'inch'"):
+        READERS["stamp"](path)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("kind", ["tensor", "array", "dictionary"])
+def test_pt_tensors_arrays_and_dictionaries(tmp_path, kind, old):
+    features = bag()
+    content = {"tensor": torch.from_numpy(features), "array": features, "dictionary": {"features": features}}[kind]
+    torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
+    np.testing.assert_array_equal(READERS["pt"](tmp_path / "a.pt").features, features)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_pt_that_is_a_bare_pickle_of_an_array(tmp_path, protocol):
+    features = bag(dtype=np.float16)
+    (tmp_path / "a.pt").write_bytes(pickle.dumps(features, protocol=protocol))
+    np.testing.assert_array_equal(READERS["pt"](tmp_path / "a.pt").features, features)
+
+
+def test_pickles_of_numpy_1_name_its_old_module(tmp_path):
+    features = bag()
+    data = pickle.dumps(features, protocol=2)
+    assert b"numpy._core" in data
+    (tmp_path / "a.pt").write_bytes(data.replace(b"numpy._core", b"numpy.core"))
+    np.testing.assert_array_equal(READERS["pt"](tmp_path / "a.pt").features, features)
+
+
+class Malicious:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+@pytest.mark.parametrize("how", ["torch", "torch old", "pickle", "inside an array", "beside features"])
+def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path, how):
+    mark = str(tmp_path / "was run")
+    content: object = Malicious(mark)
+    if how == "inside an array":
+        content = np.array([content], dtype=object)
+    if how == "beside features":
+        content = {"features": bag(), "extra": content}
+    if how == "pickle":
+        (tmp_path / "a.pt").write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=how != "torch old")
+    with pytest.raises(Unreadable, match="pickle can run code"):
+        READERS["pt"](tmp_path / "a.pt")
+    assert not os.path.exists(mark)
+    pickle.loads(pickle.dumps(Malicious(mark)))  # the trap is armed: an ordinary reader would have run it
+    assert os.path.exists(mark)
+
+
+def test_npy_is_read_and_an_array_of_objects_is_refused(tmp_path):
+    np.save(tmp_path / "a.npy", bag().astype(np.float64))
+    assert READERS["npy"](tmp_path / "a.npy").features.dtype == np.float32
+    np.save(tmp_path / "b.npy", np.array([Malicious(str(tmp_path / "x"))], dtype=object), allow_pickle=True)
+    with pytest.raises(Unreadable, match="not a plain"):
+        READERS["npy"](tmp_path / "b.npy")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("features", "coords", "message"),
+    [
+        (np.zeros((0, 4), np.float32), np.zeros((0, 2)), "empty bag"),
+        (np.zeros(0, np.float32), np.zeros((0, 2)), "empty bag"),
+        (np.ones(4, np.float32), GRID, "slide-level feature"),
+        (np.ones((2, 3, 4), np.float32), GRID, r"shape \(2, 3, 4\)"),
+        (np.ones((6, 4), np.int32), GRID, "int32"),
+        (np.ones((6, 4), np.float32), GRID[:5], "6 features but 5 coords"),
+        (np.ones((6, 4), np.float32), np.full((6, 2), np.nan), "coords are not finite"),
+        (np.ones((6, 4), np.float32), np.zeros((6, 3)), r"coords have shape \(6, 3\)"),
+    ],
+)
+def test_h5_that_is_no_bag_is_refused(tmp_path, features, coords, message):
+    path = write_h5(tmp_path / "a.h5", features=features, coords=coords)
+    for format in ("clam", "trident"):
+        with pytest.raises(Unreadable, match=message):
+            READERS[format](path)
+
+
+@pytest.mark.parametrize("format", ["clam", "trident", "stamp", "pt", "npy"])
+@pytest.mark.parametrize("damage", ["truncated", "text", "empty"])
+def test_damaged_files_are_refused(tmp_path, format, damage):
+    path = tmp_path / "a"
+    if format == "pt":
+        torch.save(torch.from_numpy(bag(600)), path)
+    elif format == "npy":
+        with open(path, "wb") as file:
+            np.save(file, bag(600))
+    else:
+        write_h5(path, **{"feats" if format == "stamp" else "features": bag(600), "coords": np.zeros((600, 2))})
+    whole = path.read_bytes()
+    path.write_bytes({"truncated": whole[: len(whole) // 2], "text": b"hello there", "empty": b""}[damage])
+    with pytest.raises(Unreadable, match="truncated or not"):
+        READERS[format](path)
+
+
+def test_h5_without_features_says_what_it_holds(tmp_path):
+    with pytest.raises(Unreadable, match="no dataset features.*holds coords"):
+        READERS["trident"](write_h5(tmp_path / "a.h5", coords=GRID))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused(value):
+    features = bag()
+    features[3, 1] = value
+    with pytest.raises(Unreadable, match="NaN or Inf in 1 of 6 patches, first in patch 3"):
+        check_values(features)
+
+
+def test_all_zero_patches_are_refused():
+    features = bag()
+    check_values(features)
+    features[[2, 4]] = 0
+    with pytest.raises(Unreadable, match="2 of 6 patches are all zero, first patch 2"):
+        check_values(features)
