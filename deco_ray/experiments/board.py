@@ -42,8 +42,9 @@ class Board:
         self.running[stage.digest] = (stage, time.monotonic(), {})
 
     def advanced(self, stage: Stage, metrics: dict[str, Any]) -> None:
-        _, start, _ = self.running.get(stage.digest, (stage, time.monotonic(), {}))
-        self.running[stage.digest] = (stage, start, metrics)
+        _, start, before = self.running.get(stage.digest, (stage, time.monotonic(), {}))
+        best = max(before.get("best", 0.0), metrics.get("val_macro_f1", 0.0))
+        self.running[stage.digest] = (stage, start, {**metrics, "best": best, "done": metrics.get("epoch", -1) + 1})
         if time.monotonic() - self.last_line > EVERY_S:
             self.say(self.now())
 
@@ -79,8 +80,8 @@ class Board:
         """Before the first stage ends: what the running ones have left, from their epochs."""
         estimates = []
         for stage, start, metrics in self.running.values():
-            if isinstance(stage, TrainStage) and metrics.get("epoch"):
-                estimates.append((time.monotonic() - start) * stage.spec.training.epochs / metrics["epoch"])
+            if isinstance(stage, TrainStage) and metrics.get("done"):
+                estimates.append((time.monotonic() - start) * stage.spec.epochs / metrics["done"])
         if not estimates:
             return None
         one = sum(estimates) / len(estimates)
@@ -95,15 +96,14 @@ def sort_of(stage: Stage) -> str:
 
 def describe(stage: Stage, metrics: dict[str, Any]) -> str:
     if isinstance(stage, TrainStage):
-        return f"{stage.title} epoch {metrics.get('epoch', 0)}/{stage.spec.training.epochs}"
-    return f"{stage.title} {metrics.get('slides', 0)} slides"
+        return f"{stage.title} epoch {metrics.get('done', 0)}/{stage.spec.epochs}"
+    return f"{stage.title} {metrics.get('slides_scored', 0)}/{metrics.get('slides', '?')} slides"
 
 
 def outcome(stage: Stage, metrics: dict[str, Any]) -> str:
     if isinstance(stage, TrainStage):
-        best = metrics.get("best_val_macro_f1")
-        score = f", best val macro-F1 {100 * best:.1f} %" if best is not None else ""
-        return f"{metrics.get('epoch', stage.spec.training.epochs)} epochs{score}"
+        score = f", best val macro-F1 {100 * metrics['best']:.1f} %" if "best" in metrics else ""
+        return f"{metrics.get('done', stage.spec.epochs)} epochs{score}"
     return f"{metrics.get('slides', 0)} slides scored"
 
 

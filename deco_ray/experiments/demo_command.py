@@ -56,7 +56,7 @@ class Head:
         command += [f"--dashboard-port={self.dashboard}", "--dashboard-host=127.0.0.1", f"--temp-dir={self.folder}"]
         command += [f"--num-cpus={self.cpus}"] if self.cpus else []
         ensure_token(self.env)
-        self.log = open(Path(self.folder) / "head.log", "w")  # noqa: SIM115 - closed in __exit__
+        self.log = open(Path(self.folder) / "head.log", "w")
         self.process = subprocess.Popen(command, env=self.env, stdout=self.log, stderr=subprocess.STDOUT)
         try:
             self._wait()

@@ -10,7 +10,7 @@ from deco_ray.artefacts import digest
 from deco_ray.cohort import Cohort
 from deco_ray.cohort.splits import Split
 from deco_ray.config import Config, ModelSection, TrainingSection
-from deco_ray.counterfactual.scoring import contribution_inputs
+from deco_ray.counterfactual.table import contribution_inputs
 from deco_ray.errors import ConfigError
 from deco_ray.experiments.stages import ScoreStage, Stage, TrainStage
 from deco_ray.models import create_model, model_names

@@ -133,7 +133,8 @@ def pipeline_params(config: Config) -> dict:
 def describe_data(site: Site) -> str:
     sizes = {part: len(site.split.ids(part)) for part in ("train", "val", "test")}
     counts = ", ".join(f"{name} {count}" for name, count in zip(site.cohort.classes, site.train_counts))
-    return f"cohort {site.cohort.name}: {sizes['train']} training ({counts}), {sizes['val']} validation, {sizes['test']} test slides"
+    parts = f"{sizes['train']} training ({counts}), {sizes['val']} validation, {sizes['test']} test slides"
+    return f"cohort {site.cohort.name}: {parts}"
 
 
 def log_parent(parent, result: PipelineResult) -> None:

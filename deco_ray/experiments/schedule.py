@@ -57,6 +57,7 @@ def run_stages(
     progress = Progress(dict(missing))
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # our artefacts are the record
     os.environ["TUNE_GLOBAL_CHECKPOINT_S"] = "3600"
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # its banner comes even at verbose=0
     tuner = tune.Tuner(
         tune.with_resources(
             tune.with_parameters(run_stage, place=place),
@@ -86,7 +87,7 @@ def run_stages(
 
 
 def placement(stage: Stage, resources: ResourceSection) -> tune.PlacementGroupFactory:
-    """What a trial reserves; all its processes live inside, so Tune's count is the whole truth and nothing deadlocks."""
+    """What a trial reserves; all its processes live inside, so Tune's count is the whole truth: no deadlock."""
     unit = {"CPU": resources.cpus_per_run} | ({"GPU": resources.gpus_per_run} if resources.gpus_per_run else {})
     parts = resources.workers_per_run if isinstance(stage, TrainStage) else resources.scorers
     # one part: the trial's own process does the work; more: it only leads and takes nothing itself
@@ -171,6 +172,10 @@ class Announcer(tune.Callback):
 
     def __init__(self, stages: Mapping[str, Stage], progress: Progress, listeners: list[Listener]) -> None:
         self.stages, self.progress, self.listeners = stages, progress, listeners
+
+    def __reduce__(self) -> tuple:
+        """Tune pickles its callbacks for a restore we never ask for; listeners hold threads and files."""
+        return Announcer, ({}, Progress({}), [])
 
     def _tell(self, event: str, trial: Any, *details: Any) -> None:
         stage = self.stages[trial.config["stage"]]

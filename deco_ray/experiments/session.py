@@ -59,12 +59,13 @@ def check_storage(storage: str) -> Path:
 def connect(resources: ResourceSection) -> None:
     """Join the cluster of the job, or start a local Ray; refuse when not even one run fits."""
     if not ray.is_initialized():
-        logging.getLogger("ray").setLevel(logging.WARNING)
+        logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             ray.init(
-                logging_level=logging.WARNING,
+                # `ray job submit` sets RAY_ADDRESS; without it never join a Ray that merely happens to run here
+                address=None if os.environ.get("RAY_ADDRESS") else "local",
+                logging_level=logging.ERROR,  # warnings of a healthy start would bury the messages that matter
                 log_to_driver=os.environ.get("DECO_RAY_WORKER_LOGS") == "1",
-                include_dashboard=False if not _cluster_given() else None,
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise DecoError(
@@ -75,10 +76,6 @@ def connect(resources: ResourceSection) -> None:
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     check_capacity(resources, ray.nodes())
-
-
-def _cluster_given() -> bool:
-    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def check_capacity(resources: ResourceSection, nodes: list[dict]) -> None:

@@ -80,14 +80,12 @@ def check_paper_dataset(config: Config, cohort: Cohort) -> None:
 
 def site_warnings(cohort: Cohort, split: Split) -> list[str]:
     """What a reader of the results must know about the data."""
-    leaked = leaks(cohort, split)
-    notes = (
-        [
-            f"{len(leaked)} patients have slides in more than one split, for example {leaked[0]}; set split.group_by: case_id to keep them together"
-        ]
-        if leaked
-        else []
-    )
+    notes = []
+    if leaked := leaks(cohort, split):
+        notes.append(
+            f"{len(leaked)} patients have slides in more than one split, for example {leaked[0]}; "
+            "set split.group_by: case_id to keep them together"
+        )
     for name, count in zip(cohort.classes, split.train_counts(cohort)):
         if count < TINY_CLASS:
             notes.append(f"class {name} has {count} training slides; its figures are mostly chance")

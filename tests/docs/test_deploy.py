@@ -1,5 +1,6 @@
 """The deployment files load, and Ray's own schema accepts the cluster file."""
 
+import itertools
 from pathlib import Path
 
 import yaml
@@ -33,5 +34,5 @@ def test_the_keys_that_the_deployment_sets_exist():
     from deco_ray.config import load_config
 
     entry = yaml.safe_load((DEPLOY / "rayjob.yaml").read_text())["spec"]["entrypoint"].split()
-    overrides = [word for previous, word in zip(entry, entry[1:]) if previous == "--set"]
+    overrides = [word for previous, word in itertools.pairwise(entry) if previous == "--set"]
     assert load_config(None, overrides).resources.gpus_per_run == 0.25
