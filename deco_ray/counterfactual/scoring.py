@@ -68,7 +68,8 @@ def ensure_contributions(
     labels = dict(zip(cohort.slides["slide_id"], cohort.slides["label"].astype(int)))
     slides = [slide for slide in split.ids("train") if labels[slide] != cohort.meta.normal_class]
     job = ScoringJob(
-        cohort,
+        cohort.uri,
+        cohort.checksum,
         anchors.absolute(),
         judge.absolute(),
         section,
@@ -155,8 +156,7 @@ def _on_actors(
     remote = ray.remote(SlideScorer).options(
         num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=-1, max_concurrency=AT_ONCE
     )
-    shared = ray.put(job)
-    actors: list[Any] = [remote.remote(shared) for _ in range(min(scorers, len(chunks)))]
+    actors: list[Any] = [remote.remote(job) for _ in range(min(scorers, len(chunks)))]
     waiting = iter(chunks)
     running: dict[ray.ObjectRef, int] = {}
 

@@ -52,11 +52,20 @@ def plan_chunks(cohort: Cohort, slide_ids: Sequence[str]) -> list[Chunk]:
     return [Chunk(number, tuple(slides)) for number, slides in enumerate(chunks)]
 
 
+@functools.lru_cache(maxsize=4)
+def opened(uri: str, checksum: str) -> Cohort:
+    cohort = Cohort.open(uri)
+    if cohort.checksum != checksum:
+        raise StageError(f"the cohort at {uri} is no longer the one this scoring began with; run the command again")
+    return cohort
+
+
 @dataclass(frozen=True)
 class ScoringJob:
-    """Everything a scorer needs to know; small, and the same for all of them."""
+    """Everything a scorer needs; small enough to travel inside an actor's creation, so no restart can miss it."""
 
-    cohort: Cohort
+    uri: str  # of the cohort
+    checksum: str  # of the cohort
     anchors: Path  # artefact folder
     judge: Path  # artefact folder
     section: CounterfactualSection
@@ -64,6 +73,10 @@ class ScoringJob:
     work: Path  # folder of finished chunks, on storage that all nodes share
     threads: int = 1
     gpu: bool = False
+
+    @property
+    def cohort(self) -> Cohort:
+        return opened(self.uri, self.checksum)
 
     def part(self, chunk: Chunk) -> Path:
         return self.work / f"chunk-{chunk.number:06d}.parquet"

@@ -100,7 +100,9 @@ def slide_ratios(
             continue
         if slide_id not in groups:
             raise DecoError(f"slide {slide_id} has no rows in the contribution table; score it first")
-        one = {name: column[groups[slide_id]] for name, column in columns.items()}
+        rows = groups[slide_id]
+        rows = rows[np.argsort(columns["anchor"][rows])]  # a random permutation must not depend on the table's order
+        one = {name: column[rows] for name, column in columns.items()}
         scores = anchor_scores(one["effect_label"], one["effect_rival"], section.lam)
         row[one["anchor"]] = anchor_ratios(section, scores, one["n_patches"], one["mean_attention"], seed, slide_id)
     return ratios

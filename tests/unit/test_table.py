@@ -79,7 +79,7 @@ def test_ratios_of_a_split(form, table, two_slides, tmp_path):
 def test_rows_in_another_order_give_the_same_ratios(table):
     frame = table.to_pandas()
     labels = {"a": 0, "b": 2}
-    for strategy in ("counterfactual", "size", "attention"):
+    for strategy in ("counterfactual", "random", "size", "attention"):
         section = MaskingSection(strategy=strategy)
         first = slide_ratios(frame, labels, 1, section, 0, K)
         second = slide_ratios(frame.iloc[::-1].reset_index(drop=True), labels, 1, section, 0, K)
