@@ -16,12 +16,14 @@ from deco_ray.results.metrics import evaluate
 CLASSES = ("normal", "low grade", "high grade")
 
 
-def write_run_artefact(folder: Path, seed: int = 0, name: str = "abmil", dim: int = 16, epochs: int = 4) -> Path:
+def write_run_artefact(
+    folder: Path, seed: int = 0, name: str = "abmil", dim: int = 16, epochs: int = 4, **facts
+) -> Path:
     folder.mkdir(parents=True)
     torch.manual_seed(torch_seed(seed, "fabricated weights"))
     torch.save(create_model(name, dim, len(CLASSES)).state_dict(), folder / "model.pt")
-    facts = {"name": name, "options": {}, "dim": dim, "classes": CLASSES, "encoder": "made-up", "seed": seed}
-    (folder / "model.json").write_text(json.dumps({**facts, "train_counts": [9, 5, 2]}))
+    known = {"name": name, "options": {}, "dim": dim, "classes": CLASSES, "encoder": "made-up", "seed": seed}
+    (folder / "model.json").write_text(json.dumps({**known, "train_counts": [9, 5, 2], **facts}))
 
     rng = generator(seed, "fabricated run")
     falling = np.exp(-np.arange(epochs) / 3) + 0.05 * rng.random(epochs)

@@ -10,7 +10,6 @@ The weights are a state dict read with `weights_only=True`; nothing in the model
 
 from __future__ import annotations
 
-import json
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +21,8 @@ import torch
 from deco_ray.cohort.store import unit_rows
 from deco_ray.errors import ModelError
 from deco_ray.keys import generator
-from deco_ray.models import create_model
+from deco_ray.models.saved import FACTS, WEIGHTS, load_facts, load_model
+from deco_ray.training.losses import adjust_logits, log_prior
 
 EXAMPLE_PATCHES = 2  # the least that shows that N varies
 NAME = "model"
@@ -32,12 +32,7 @@ class ServedModel:
     """What MLflow calls: `predict` takes one bag [N, d] and returns its class probabilities [C]."""
 
     def __init__(self, folder: Path) -> None:
-        self.facts: dict[str, Any] = json.loads((folder / "model.json").read_text())
-        self.model = create_model(
-            self.facts["name"], self.facts["dim"], len(self.facts["classes"]), **self.facts.get("options", {})
-        )
-        self.model.load_state_dict(torch.load(folder / "model.pt", map_location="cpu", weights_only=True))
-        self.model.eval()
+        self.model, self.facts = load_model(folder)
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> np.ndarray:  # [N, d] -> [C]
         bag = np.asarray(data, dtype=np.float32)
@@ -46,7 +41,11 @@ class ServedModel:
         if not np.isfinite(bag).all() or not np.abs(bag).max(1).all():
             raise ModelError("a bag may hold neither NaN nor infinite values nor all-zero patches")
         with torch.inference_mode():
-            return self.model(unit_rows(bag)).softmax(-1).numpy()
+            logits = self.model(unit_rows(bag))
+            tau = self.facts.get("post_hoc_tau") or 0.0  # as in the run's own evaluation
+            if tau:
+                logits = adjust_logits(logits, log_prior(self.facts["train_counts"]), tau)
+            return logits.softmax(-1).numpy()
 
 
 def _load_pyfunc(path: str) -> ServedModel:
@@ -60,12 +59,12 @@ def save(folder: Path, target: Path, run_id: str, model_id: str) -> None:
     from mlflow.models import Model, ModelSignature
     from mlflow.types import Schema, TensorSpec
 
-    facts = json.loads((folder / "model.json").read_text())
+    facts = load_facts(folder)
     dim, classes = facts["dim"], facts["classes"]
     number = np.dtype("float32")
     weights = target.with_name("weights")
     weights.mkdir()
-    for name in ("model.pt", "model.json"):
+    for name in (FACTS, WEIGHTS):
         shutil.copyfile(folder / name, weights / name)
     mlflow.pyfunc.save_model(
         str(target),

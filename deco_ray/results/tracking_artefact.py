@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from deco_ray.models.saved import load_facts
 from deco_ray.results import mlflow_model
 from deco_ray.results.figures import confusion_figure
 
@@ -22,7 +23,7 @@ SHOWN = ("name", "dim", "seed", "encoder")  # of model.json, as parameters
 
 def log_run(run: RunHandle, folder: Path, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
     """Log a "model" artefact folder and mark the run complete."""
-    facts = json.loads((folder / "model.json").read_text())
+    facts = load_facts(folder)
     metrics = json.loads((folder / "metrics.json").read_text())
     classes = facts["classes"]
     described = {f"model.{name}": facts[name] for name in SHOWN if facts.get(name) is not None}

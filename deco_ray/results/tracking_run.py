@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from deco_ray.errors import DecoError
 from deco_ray.results.redact import redact, redact_tree
 from deco_ray.results.tracking_lookup import LOGGED, Found
 
@@ -153,7 +154,12 @@ class RunHandle:
 
         try:
             log_run(self, Path(folder), params or {}, tags or {})
-        except (OSError, ValueError, KeyError) as error:  # a damaged artefact is the next stage's to refuse, not ours
+        except (
+            DecoError,
+            OSError,
+            ValueError,
+            KeyError,
+        ) as error:  # a damaged artefact is the next stage's to refuse, not ours
             log.warning("%s is not logged to MLflow: %s in %s: %s", self.name, type(error).__name__, folder, error)
 
     def finish(self, status: str = "FINISHED") -> None:

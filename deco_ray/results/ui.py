@@ -30,6 +30,12 @@ def server_command(storage: str | Path, host: str = HOST, port: int = 5000) -> l
     return [*command, "--host", host, "--port", str(port), "--workers", "1"]
 
 
+def server_environment() -> dict[str, str]:
+    """No reports to anybody, and none of the eight processes that wait for jobs only language models submit."""
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    return {**os.environ, **quiet}
+
+
 def check_port(host: str, port: int) -> None:
     """Refuse a port that somebody listens on, before MLflow says it in thirty lines."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -47,8 +53,7 @@ def serve_ui(storage: str | Path, host: str = HOST, port: int = 5000) -> int:
     """Serve the pages in the foreground until Ctrl-C; returns the exit code."""
     command = server_command(storage, host, port)
     print(f"MLflow over {Path(storage).absolute()}: open http://{host}:{port} (Ctrl-C ends it)", flush=True)
-    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
-    with subprocess.Popen(command, env=environment) as server:
+    with subprocess.Popen(command, env=server_environment()) as server:
         try:
             return server.wait()
         except KeyboardInterrupt:  # the terminal told the server too
