@@ -62,9 +62,10 @@ class Anchors:
         rows = features.detach().cpu().numpy() if hasattr(features, "detach") else np.asarray(features)
         if rows.ndim != 2 or rows.shape[1] != self.anchors.shape[1]:
             raise AnchorError(f"features {list(rows.shape)} do not fit anchors of dimension {self.anchors.shape[1]}")
-        _, found = nearest(rows, self.anchors)  # Eq. 4
-        bad = np.flatnonzero((found < 0) | ~rows.any(axis=1))
-        if len(bad):
+        cosines, found = nearest(rows, self.anchors)  # Eq. 4
+        suspect = np.flatnonzero((found < 0) | ~np.isfinite(cosines) | (cosines == 0))
+        bad = [row for row in suspect if not np.isfinite(rows[row]).all() or not rows[row].any()]
+        if bad:
             raise AnchorError(
                 f"patch {int(bad[0])} is a zero vector or not finite, as are {len(bad) - 1} more of {len(rows)}: "
                 "cosine needs a direction"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deco_ray.cohort.store import Bag
+from deco_ray.errors import CohortError
 from deco_ray.keys import generator
 
 ANCHORS, NORMALS = "anchors", "normals"  # the two pools: all training slides, normal-class training slides
@@ -47,7 +48,7 @@ def draw(seed: int, pool: str, slide_id: str, n_patches: int, quota: int) -> np.
 
 @dataclass(frozen=True)
 class Draw:
-    """What a Ray Data task does with one training slide: its rows for each pool, and which patches are unusable."""
+    """What a Ray Data task does with one training slide: its rows for each pool that wants some."""
 
     seed: int
     plan: Mapping[str, Mapping[str, int]]  # pool -> slide -> quota
@@ -55,8 +56,13 @@ class Draw:
     def __call__(self, bag: Bag) -> dict[str, np.ndarray]:
         features = bag.features.numpy()
         # a zero vector has no direction: dividing by its length gave NaN. All patches count, they get assigned later
-        arrays = {"bad": np.flatnonzero(~np.isfinite(features.sum(axis=1)))}
-        for pool, quota in self.plan.items():
-            if bag.slide_id in quota:
-                arrays[pool] = features[draw(self.seed, pool, bag.slide_id, len(features), quota[bag.slide_id])]
-        return arrays
+        bad = np.flatnonzero(~np.isfinite(features.sum(axis=1)))
+        if len(bad):
+            raise CohortError(
+                f"slide {bag.slide_id}: patch {int(bad[0])} is a zero vector or not finite, as are {len(bad) - 1} more "
+                f"of its {len(features)} patches; extract its features again and ingest the cohort again"
+            )
+        wanted = {pool: quota[bag.slide_id] for pool, quota in self.plan.items() if bag.slide_id in quota}
+        return {
+            pool: features[draw(self.seed, pool, bag.slide_id, len(features), quota)] for pool, quota in wanted.items()
+        }

@@ -123,14 +123,8 @@ def write_pools(cohort: Cohort, plan: Plan, seed: int, work: Path) -> dict[str, 
     }
     filled = dict.fromkeys(plan, 0)
     slides = list(plan[ANCHORS])
-    for slide, drawn in map_bags(cohort, slides, Draw(seed, plan), label="anchors: pool"):
-        if len(drawn["bad"]):
-            raise CohortError(
-                f"slide {slide}: patch {int(drawn['bad'][0])} is a zero vector or not finite, as are "
-                f"{len(drawn['bad']) - 1} more of its patches; extract its features again and ingest the cohort again"
-            )
-        for pool in plan.keys() & drawn.keys():
-            rows = drawn[pool]
+    for _, drawn in map_bags(cohort, slides, Draw(seed, plan), label="anchors: pool"):
+        for pool, rows in drawn.items():
             arrays[pool][filled[pool] : filled[pool] + len(rows)] = rows
             filled[pool] += len(rows)
     for pool, path in final.items():

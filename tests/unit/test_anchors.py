@@ -65,12 +65,18 @@ def test_an_empty_bag_has_an_empty_assignment(anchors):
     assert anchors.assign(np.empty((0, 16), np.float32)).shape == (0,)
 
 
-@pytest.mark.parametrize("value", [0.0, np.nan])
+@pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
 def test_a_patch_without_a_direction_is_refused_by_number(anchors, value):
     rows = unit(9, 16)
     rows[4] = value
     with pytest.raises(DecoError, match="patch 4 is a zero vector or not finite"):
         anchors.assign(rows)
+
+
+def test_a_patch_at_right_angles_to_all_anchors_is_not_refused():
+    assert Anchors.of(np.eye(4, dtype=np.float32)[:2], np.eye(4, dtype=np.float32)).assign(np.eye(4)[3:]).tolist() == [
+        0
+    ]
 
 
 def test_features_of_another_dimension_are_refused(anchors):
