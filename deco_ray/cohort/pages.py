@@ -34,15 +34,18 @@ class Part:
         """Features [N, dim] as stored (read-only) and coordinates int64 [N, 2] if the source had any."""
         stored = np.dtype(dtype).newbyteorder("<")
         group = self.file.metadata.row_group(row_group)
-        chunks = {name: group.column(index) for name, index in self.index.items()}
-        first = min(chunk.data_page_offset for chunk in chunks.values())
-        last = max(chunk.data_page_offset + chunk.total_compressed_size for chunk in chunks.values())
+        chunks = {name: chunk for name, index in self.index.items() if is_plain(chunk := group.column(index))}
+        first = min((chunk.data_page_offset for chunk in chunks.values()), default=0)
+        last = max((chunk.data_page_offset + chunk.total_compressed_size for chunk in chunks.values()), default=0)
         data = self._fetch(first, last - first)  # one round trip for all columns
         columns = {}
-        for name, chunk in chunks.items():
+        for name in COLUMNS:
             width = dim * stored.itemsize if name == "feature" else 4
-            offset = chunk.data_page_offset - first
-            values = plain_values(chunk, data[offset : offset + chunk.total_compressed_size], group.num_rows, width)
+            values = None
+            if name in chunks:
+                start = chunks[name].data_page_offset - first
+                page = data[start : start + chunks[name].total_compressed_size]
+                values = plain_values(page, group.num_rows, width)
             columns[name] = self._decoded(row_group, name, width) if values is None else values
         features = np.frombuffer(columns["feature"], stored).reshape(-1, dim)
         x, y = (np.frombuffer(columns[name], "<i4") for name in ("x", "y"))
@@ -69,14 +72,14 @@ class Part:
         return memoryview(values).cast("B")[column.offset * width : (column.offset + len(column)) * width]
 
 
-def plain_values(chunk: pq.ColumnChunkMetaData, data: memoryview, rows: int, width: int) -> memoryview | None:
-    """The values of a column chunk that is one plain page without nulls; none for any other layout."""
-    if (
-        chunk.compression != "UNCOMPRESSED"
-        or chunk.has_dictionary_page
-        or not set(chunk.encodings) <= {"PLAIN", "RLE"}  # RLE: of the marks that say which values are null
-    ):
-        return None
+def is_plain(chunk: pq.ColumnChunkMetaData) -> bool:
+    """Values as they are; RLE is the encoding of the marks that say which of them are null."""
+    encodings = set(chunk.encodings)
+    return chunk.compression == "UNCOMPRESSED" and not chunk.has_dictionary_page and encodings <= {"PLAIN", "RLE"}
+
+
+def plain_values(data: memoryview, rows: int, width: int) -> memoryview | None:
+    """The values of a plain column chunk that is a single page without nulls; none for any other."""
     kind, at = _integer(data, 0)
     uncompressed, at = _integer(data, at)
     size, at = _integer(data, at)

@@ -183,7 +183,7 @@ def test_damaged_files_are_refused(tmp_path, format, damage):
 
 
 def test_h5_without_features_says_what_it_holds(tmp_path):
-    with pytest.raises(Unreadable, match="no dataset features.*holds coords"):
+    with pytest.raises(Unreadable, match=r"no dataset features.*holds coords"):
         READERS["trident"](write_h5(tmp_path / "a.h5", coords=GRID))
 
 
