@@ -108,8 +108,8 @@ def class_change_table(
 ) -> Table:
     columns = (
         Column("Class"),
-        Column("Training slides", digits=0),
-        Column("Test slides", digits=0),
+        Column("Train", digits=0),
+        Column("Test", digits=0),
         Column("Judge F1 (%)", digits=1),
         Column("Final F1 (%)", digits=1),
         Column("Change", digits=1),
@@ -127,9 +127,7 @@ def class_change_table(
         ]
         for change in changes
     ]
-    note = (
-        "Change in percentage points, mean over seeds; interval: paired bootstrap over test slides, models held fixed."
-    )
+    note = "Train, Test: slides. Change in percentage points, mean over seeds; interval: bootstrap over test slides."
     return Table(columns, rows, "Per-class F1 from judge to final", note)
 
 
