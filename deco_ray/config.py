@@ -137,6 +137,13 @@ class TrackingSection(Section):
     system_metrics: bool = False
 
 
+class ReportSection(Section):
+    """What the report shows beyond the tables; none of it is read by training."""
+
+    heatmaps: int = Field(4, ge=0, le=100, description="tail-class test slides to draw")
+    instances: str | None = Field(None, description=".npz: true class of every patch, by slide id")
+
+
 class PaperSection(Section):
     """Which of the paper's datasets to print beside ours, and whether the features are the paper's."""
 
@@ -164,6 +171,7 @@ class Config(Section):
     resources: ResourceSection = ResourceSection()
     tracking: TrackingSection = TrackingSection()
     paper: PaperSection = PaperSection()
+    report: ReportSection = ReportSection()
 
     @field_validator("seeds")
     @classmethod

@@ -29,6 +29,7 @@ class Run:
     model: str  # digest of the stage whose predictions count
     judge: str | None = None  # DeCo only
     contributions: str | None = None
+    anchors: str | None = None
     site: str = ""  # digest of the split
     settings: tuple[tuple[str, Any], ...] = ()  # what differs from the base configuration
 
@@ -100,7 +101,7 @@ def _deco(config: Config, cohort: Cohort, split: Split, seed: int) -> tuple[Run,
     )
     pretraining, spec = with_pretraining(config, cohort, split, spec)
     final = TrainStage(spec.digest, f"final seed {seed}", spec, (score.digest, *(p.digest for p in pretraining)))
-    run = Run(DECO, "", seed, final.digest, judge=judge, contributions=score.digest)
+    run = Run(DECO, "", seed, final.digest, judge=judge, contributions=score.digest, anchors=anchors)
     return run, [*stages, score, *pretraining, final]
 
 

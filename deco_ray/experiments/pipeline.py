@@ -15,6 +15,7 @@ from deco_ray.experiments.board import Board
 from deco_ray.experiments.methods import DECO, Run
 from deco_ray.experiments.outcome import as_judges, finished, read_predictions, results_frame
 from deco_ray.experiments.pipeline_report import build_pipeline_report
+from deco_ray.experiments.provenance import resume_warnings
 from deco_ray.experiments.recorder import Recorder
 from deco_ray.experiments.session import absolute
 from deco_ray.experiments.site import Site
@@ -24,7 +25,7 @@ from deco_ray.results.statistics import class_changes, class_warnings
 from deco_ray.results.tables import Table
 from deco_ray.results.tracking import Tracker
 
-UNREAD = {"name", "resources", "tracking", "storage", "cohort", "synthetic", "paper"}  # decide no number
+UNREAD = {"name", "resources", "tracking", "storage", "cohort", "synthetic", "paper", "report"}  # decide no number
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def conclude(config: Config, study: Study, site: Site, runs: list[Run], name: st
         raise StageError(f"no seed finished:\n{causes}")
     frame = pipeline_frame(done, study.sites)
     table = pipeline_table(config, frame)
-    notes = [*site.warnings, *loss_warnings(site, done, study.sites)]
+    notes = [*site.warnings, *loss_warnings(site, done, study.sites), *resume_warnings(done, study.sites)]
     notes += [f"{title} failed: {why}" for title, why in failures.items()]
     begun = time.monotonic()
     report, reused = build_pipeline_report(config, site, done, study.sites, frame, table, notes, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -36,9 +37,11 @@ def resolve(path: str, key: str) -> str:
 
 def absolute(config: Config) -> Config:
     """The configuration with every path absolute."""
-    return config.model_copy(
-        update={"cohort": resolve(config.cohort, "cohort"), "storage": resolve(config.storage, "storage")}
-    )
+    update: dict[str, Any] = {"cohort": resolve(config.cohort, "cohort"), "storage": resolve(config.storage, "storage")}
+    if config.report.instances is not None:
+        instances = resolve(config.report.instances, "report.instances")
+        update["report"] = config.report.model_copy(update={"instances": instances})
+    return config.model_copy(update=update)
 
 
 def check_storage(storage: str) -> Path:

@@ -48,7 +48,7 @@ class Varied:
         return {variant.name: variant_label(variant, self.config) for variant in self.file.expanded()}
 
     def curves(self) -> dict[str, Scores]:
-        """Along the axis: {series: {metric: {value: scores}}}; one series "" unless methods are crossed with the axis."""
+        """Along the axis: {series: {metric: {value: scores}}}; the series is "" unless methods cross the axis."""
         assert self.file.axis is not None
         frame = self.results()
         curves: dict[str, Scores] = {}
