@@ -27,6 +27,7 @@ from deco_ray.results.tables import Table, sort_value
 TEMPLATES = Path(__file__).with_name("templates")
 SIZE_LIMIT = 10 * 2**20  # of the whole page
 WIDTHS = (1600, 1200, 900, 640, 420, 280)  # pixels a picture is reduced to, tried in turn until the page fits
+SHORT = 24  # characters of a name that never wraps
 WIDE = 1.75  # width over height from which a picture takes a row of its own
 JPEG_ABOVE = 400_000  # bytes of PNG: that is a photograph (a slide), which JPEG holds in a tenth
 
@@ -189,13 +190,16 @@ def _table(block: TableBlock) -> dict[str, Any]:
     table = block.table
     numeric = [table.numeric(column) for column in range(len(table.columns))]
     best = [table.best_rows(column) if block.bold_best else set() for column in range(len(table.columns))]
+    # names stay on one line unless one is so long that it would push the numbers off a phone
+    longest = [max((len(table.text(row, c)) for row in range(len(table.rows))), default=0) for c in range(len(numeric))]
+    kinds = ["number" if number else "short" if length <= SHORT else "long" for number, length in zip(numeric, longest)]
     rows = [
         [
             {
                 "text": table.text(row, column),
                 "value": sort_value(cell),
                 "best": row in best[column],
-                "number": numeric[column],
+                "kind": kinds[column],
             }
             for column, cell in enumerate(cells)
         ]
