@@ -102,8 +102,9 @@ def by_class(slides: pd.DataFrame, classes: Sequence[str]) -> pd.DataFrame:
     """Means over the slides of each class present, and over all slides in the last row."""
     numbers = [*MEASURES, "lesion_share"]
     rows = [
-        {"class": classes[int(label)], "slides": len(group), **group[numbers].mean()}
-        for label, group in slides.groupby("label")
+        {"class": classes[label], "slides": len(group), **group[numbers].mean()}
+        for label, group in ((label, slides[slides["label"] == label]) for label in range(len(classes)))
+        if len(group)
     ]
     if len(slides):
         rows.append({"class": "all", "slides": len(slides), **slides[numbers].mean()})

@@ -137,7 +137,7 @@ def test_exact_equals_the_oracle(kind, seed, patches, anchors, tau):
     np.testing.assert_allclose(found.attention, [weights[assignment == k].mean() for k in found.anchors], rtol=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(judges, seeds, st.integers(1, 80), st.sampled_from([16, 512]))
 def test_brute_equals_the_oracle_for_any_judge(kind, seed, patches, cap):
     model, (bag, assignment, rows) = judge(kind, seed), slide(seed, patches)
