@@ -131,8 +131,8 @@ class SoftmaxPooling(Aggregator):
         progress: float = 0.0,
     ) -> Visit:
         values, scores = self.instance_terms(bag)
-        logits = self.pool_many(values, scores, sub_bags)
-        return Visit(logits[0], logits[1:])
+        whole, parts = self.pool_many(values, scores, sub_bags).split([1, len(sub_bags)])
+        return Visit(whole.squeeze(0), parts)
 
     def sub_bag_logits(self, bag: Tensor, sub_bags: Sequence[Tensor]) -> Tensor:
         if not sub_bags:

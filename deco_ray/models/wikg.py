@@ -27,7 +27,7 @@ class Recomputed(torch.autograd.Function):
         return function(e, t, nearest)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor, None]:
         e, t, nearest = ctx.saved_tensors
         with torch.enable_grad():
             e, t = e.detach().requires_grad_(), t.detach().requires_grad_()
