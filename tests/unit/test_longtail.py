@@ -51,7 +51,7 @@ def oracle(frame: pd.DataFrame, classes: list[int]):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_the_supplement(seed):
-    frame = table(seed)
+    frame = table(seed, slides=16, anchors=40)
     for entry in nested_long_tail(pa.Table.from_pandas(frame), GROUPS).groups:
         ranked, means, coefficient, share, coverage = oracle(frame, GROUPS[entry.group])
         assert list(entry.anchors) == ranked

@@ -143,15 +143,15 @@ def test_tables_carry_values_for_sorting_and_sources_for_copying(tmp_path):
 
 
 def test_pictures_shrink_until_the_page_fits(tmp_path):
-    big = noise(1500, 1000)
-    text = page(tmp_path, picture=big, size_limit=400_000)
-    assert len(text.encode()) <= 400_000
+    big = noise(1050, 700)
+    text = page(tmp_path, picture=big, size_limit=300_000)
+    assert len(text.encode()) <= 300_000
     (picture,) = Reader(text).named("img")
     kind, data = re.fullmatch(r"data:image/(png|jpeg);base64,(.*)", picture["src"]).groups()
     with Image.open(io.BytesIO(base64.b64decode(data))) as image:
         assert image.format.lower() == kind
         assert (image.width, image.height) == (int(picture["width"]), int(picture["height"]))
-        assert image.width < 1500
+        assert image.width < 1050
         assert image.width / image.height == pytest.approx(1.5, abs=0.01)
     with pytest.raises(DecoError, match="fewer pictures"):
         page(tmp_path, picture=big, size_limit=20_000)
