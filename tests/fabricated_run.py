@@ -31,7 +31,7 @@ def write_run_artefact(
     pd.DataFrame({**history, "val_auc": [np.nan, *[0.8] * (epochs - 1)]}).to_parquet(folder / "history.parquet")
 
     labels = np.arange(30) % 3
-    scores = rng.dirichlet(np.ones(3), 30) + np.eye(3)[labels]
+    scores = rng.dirichlet(np.ones(3), 30) + 0.3 * np.eye(3)[labels]
     scores /= scores.sum(1, keepdims=True)
     rows = {"split": ["val"] * 12 + ["test"] * 18, "slide_id": [f"s{i:02d}" for i in range(30)], "label": labels}
     predictions = pd.DataFrame({**rows, **{f"p_{c}": scores[:, c] for c in range(3)}})

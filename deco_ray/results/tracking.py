@@ -35,6 +35,7 @@ from deco_ray.results.tracking_run import RunHandle
 log = logging.getLogger(__name__)
 
 DATABASE, ARTIFACTS = "mlflow.db", "mlartifacts"
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # opens on runs, not on chats
 PROBE_TIMEOUT_S = 3.0
 # a server that is up answers in well under a second; MLflow's own patience is minutes, and training would wait
 HTTP_PATIENCE = {
@@ -192,7 +193,7 @@ class Tracker:
             # a server decides for itself
             location = None if self.uri.startswith("http") else (self.storage / ARTIFACTS).as_uri()
             try:
-                return client.create_experiment(self.experiment, artifact_location=location)
+                return client.create_experiment(self.experiment, artifact_location=location, tags=EXPERIMENT_TAGS)
             except MlflowException:  # another driver was first
                 experiment = client.get_experiment_by_name(self.experiment)
         if experiment is None or experiment.lifecycle_stage != "active":

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 # MLflow's limits of one request and one value
 METRICS_PER_BATCH, PARAMS_PER_BATCH, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000
+CURVES = "epochs/"  # one section of charts, which sorts before those of single values (test/, val/)
 EPOCH = "epoch"  # logged with every row of a curve: its last value tells where a resumed curve goes on
 
 
@@ -71,24 +72,21 @@ class RunHandle:
             self.write(write)
 
     def log_epochs(self, rows: Sequence[Mapping[str, Any]] | pd.DataFrame, step_key: str = EPOCH) -> None:
-        """Epoch curves; only rows newer than what MLflow has, each row in one batch: a resume doubles no point."""
+        """Epoch curves, as `epochs/<name>`; only rows newer than what MLflow has: a resume doubles no point."""
         records: Any = rows if isinstance(rows, Sequence) else rows.to_dict("records")
 
         def write(client: Any) -> None:
             last = self._metrics.get(EPOCH, -math.inf)
-            history = {int(row[step_key]): {**row, EPOCH: row[step_key]} for row in records}
-            names = {_key(name): name for row in history.values() for name in row if name != step_key or name == EPOCH}
+            history: dict[int, dict[str, Any]] = {}
+            for row in sorted(records, key=lambda row: row[step_key]):
+                step = int(row[step_key])
+                history[step] = {_key(f"{CURVES}{name}"): value for name, value in row.items() if name != step_key}
+                history[step][EPOCH] = step
             # a column that live reports left out, so that a run shows the same curves however it was logged
-            for name in [name for key, name in names.items() if key not in self._metrics]:
-                column = [
-                    _metrics({name: row.get(name)}, step) for step, row in sorted(history.items()) if step <= last
-                ]
-                self._log(client, column)
-            newer = {step: row for step, row in sorted(history.items()) if step > last}
-            self._log(
-                client,
-                [_metrics({name: row.get(name) for name in names.values()}, step) for step, row in newer.items()],
-            )
+            for name in {name for row in history.values() for name in row} - set(self._metrics):
+                old = [_metrics({name: row.get(name)}, step) for step, row in history.items() if step <= last]
+                self._log(client, old)
+            self._log(client, [_metrics(row, step) for step, row in history.items() if step > last])
 
         if records:
             self.write(write)

@@ -52,7 +52,8 @@ def check_port(host: str, port: int) -> None:
 def serve_ui(storage: str | Path, host: str = HOST, port: int = 5000) -> int:
     """Serve the pages in the foreground until Ctrl-C; returns the exit code."""
     command = server_command(storage, host, port)
-    print(f"MLflow over {Path(storage).absolute()}: open http://{host}:{port} (Ctrl-C ends it)", flush=True)
+    address = f"http://{host}:{port}/#/experiments?workflowType=machine_learning"
+    print(f"MLflow over {Path(storage).absolute()}: open {address} (Ctrl-C ends it)", flush=True)
     with subprocess.Popen(command, env=server_environment()) as server:
         try:
             return server.wait()

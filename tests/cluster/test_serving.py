@@ -89,7 +89,7 @@ def test_a_server_that_dies_loses_nothing(store, tiny_cohort, tmp_path, caplog):
         assert again.run_id == child.run_id
         again.log_run_artefact(folder)
         assert again.complete
-        points = tracker.call(lambda client: client.get_metric_history(child.run_id, "train_loss"))
+        points = tracker.call(lambda client: client.get_metric_history(child.run_id, "epochs/train_loss"))
         assert [point.step for point in points] == list(range(6))
         assert open_child()[1].complete
 
@@ -97,7 +97,7 @@ def test_a_server_that_dies_loses_nothing(store, tiny_cohort, tmp_path, caplog):
 def write_run(storage: Path, cohort: Cohort, writer: int) -> bool:
     tracker = Tracker.open(TrackingSection(experiment="five writers"), storage, cohort)
     run = tracker.parent(f"writer {writer}", "pipeline", f"d{writer}")
-    for epoch in range(20):
+    for epoch in range(10):
         run.log_epochs([{"epoch": epoch, **{f"m{i}": 0.1 * i for i in range(12)}}])
     run.finish()
     return run.complete and not tracker.off
@@ -109,5 +109,5 @@ def test_five_processes_write_at_once(store, tiny_cohort):
     tracker = Tracker.open(TrackingSection(experiment="five writers"), store, tiny_cohort)
     for writer in range(5):
         run_id = tracker.parent("again", "pipeline", f"d{writer}").run_id
-        points = tracker.call(lambda client, run_id=run_id: client.get_metric_history(run_id, "m11"))
-        assert [point.step for point in points] == list(range(20))
+        points = tracker.call(lambda client, run_id=run_id: client.get_metric_history(run_id, "epochs/m11"))
+        assert [point.step for point in points] == list(range(10))
