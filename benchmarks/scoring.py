@@ -113,7 +113,8 @@ def write_stage(folder: Path, slides: int) -> ScoringJob:
     (folder / "judge" / "model.json").write_text(json.dumps(facts))
     torch.save(create_model("abmil", DIM, CLASSES).state_dict(), folder / "judge" / "model.pt")
     section = CounterfactualSection(method="brute")
-    return ScoringJob(cohort, folder / "anchors", folder / "judge", section, (1,) * CLASSES, folder / "work", threads=1)
+    anchors, judge, work = (folder / name for name in ("anchors", "judge", "work"))
+    return ScoringJob(cohort.uri, cohort.checksum, anchors, judge, section, (1,) * CLASSES, work)
 
 
 def run_actors(job: ScoringJob, scorers: int, turn: int) -> list[tuple[int, Timing]]:
