@@ -25,7 +25,7 @@ def reduce_bag(assignment: np.ndarray, ratios: np.ndarray, rng: np.random.Genera
     quota = rounded((1.0 - ratios) * sizes)
     if not quota.any():
         quota[np.where(sizes > 0, ratios, np.inf).argmin()] = 1
-    return random_subsets(assignment, sizes, quota, rng)
+    return random_subsets(assignment, sizes, quota, rng)[0]
 
 
 def pseudo_bags(
@@ -49,24 +49,31 @@ def sub_bags(
         assignment = np.zeros_like(assignment)  # one stratum: round(ρ|X*|) patches of the whole bag
     sizes = np.bincount(assignment)
     if strategy == "equal":
-        return [random_subsets(assignment, sizes, equal_quotas(sizes, rho, rng), rng) for _ in range(m)]
+        return [random_subsets(assignment, sizes, equal_quotas(sizes, rho, rng), rng)[0] for _ in range(m)]
     if strategy not in ("stratified", "random"):
         raise DecoError(f"unknown pseudo_bags.strategy {strategy!r}; known: stratified, random, equal")
     quota = np.where(sizes > 0, np.maximum(rounded(rho * sizes), 1), 0)  # Eq. 11
-    return [random_subsets(assignment, sizes, quota, rng) for _ in range(m)]
+    return random_subsets(assignment, sizes, quota, rng, m)
 
 
 def random_subsets(
-    assignment: np.ndarray, sizes: np.ndarray, quota: np.ndarray, rng: np.random.Generator
-) -> np.ndarray:
-    """RandSubset of Eq. 10-11 for all anchors at once: ascending positions of quota[k] patches of each anchor k."""
+    assignment: np.ndarray, sizes: np.ndarray, quota: np.ndarray, rng: np.random.Generator, times: int = 1
+) -> list[np.ndarray]:
+    """RandSubset of Eq. 10-11 for all anchors at once: ascending positions of quota[k] patches of each anchor k.
+
+    So many independent draws as `times` says.
+    """
     n = len(assignment)
-    order = ((assignment << KEY_BITS) + rng.integers(0, 1 << KEY_BITS, n)).argsort()
+    keys = rng.integers(0, 1 << KEY_BITS, (times, n))
+    keys += assignment << KEY_BITS
+    order = keys.argsort(1)
     # quota[k] ones, then sizes[k] - quota[k] zeros, anchor after anchor: which places of the sorted order to take
-    taken = np.repeat(np.tile([True, False], len(sizes)), np.stack([quota, sizes - quota], axis=1).ravel())
-    chosen = np.zeros(n, bool)
-    chosen[order[taken]] = True
-    return chosen.nonzero()[0]
+    runs = np.empty(2 * len(sizes), np.int64)
+    runs[0::2], runs[1::2] = quota, sizes - quota
+    taken = (np.arange(2 * len(sizes)) % 2 == 0).repeat(runs)
+    chosen = order[:, taken]
+    chosen.sort(1)
+    return list(chosen)
 
 
 def equal_quotas(sizes: np.ndarray, rho: float, rng: np.random.Generator) -> np.ndarray:

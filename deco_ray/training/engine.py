@@ -38,10 +38,10 @@ class Engine:
         self.labels = [torch.tensor(label, device=device) for label in range(slides.classes)]
         self.beta = spec.deco.pseudo_bags.beta if spec.deco else 0.0
 
-    def share(self, phase: Phase, epoch: int) -> list[PlannedVisit]:
-        """This worker's visits of an epoch."""
+    def share(self, phase: Phase, epoch: int) -> tuple[list[PlannedVisit], int]:
+        """This worker's visits of an epoch, and the steps that all workers take together."""
         visits = planned_visits(self.spec, self.slides, phase, epoch, self.model.needs_partner)
-        return visits[self.group.rank :: self.group.size]
+        return visits[self.group.rank :: self.group.size], -(-len(visits) // self.group.size)
 
     def epoch(
         self,
@@ -58,8 +58,7 @@ class Engine:
         parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
         for parameter_group in optimiser.param_groups:
             parameter_group["lr"] = lr
-        visits = self.share(phase, epoch)
-        steps = -(-len(planned_visits(self.spec, self.slides, phase, epoch, False)) // self.group.size)
+        visits, steps = self.share(phase, epoch)
         logged: dict[str, list[Tensor]] = defaultdict(list)
         started, waited = time.perf_counter(), 0.0
         model.train()

@@ -26,7 +26,6 @@ from deco_ray.training.group import Solo
 from deco_ray.training.phases import (
     needed_slides,
     phases,
-    planned_visits,
     restart_classifier,
     trainable,
 )
@@ -69,7 +68,7 @@ def train(
     state = (load_checkpoint(work) if work else None) or TrainingState()
     if state.epoch:
         model.load_state_dict(state.model)
-    steps = -(-len(planned_visits(spec, slides, phases(section)[0], 0, False)) // group.size)
+    _, steps = engine.share(phases(section)[0], 0)
     with bar(steps * spec.epochs, label, "slide", initial=state.epoch * steps) as shown:
         for phase in phases(section):
             if state.epoch >= phase.end:
@@ -84,7 +83,7 @@ def train(
             if state.epoch > phase.first:
                 optimiser.load_state_dict(state.optimiser)
                 scaler.load_state_dict(state.scaler)
-            plans = (engine.share(phase, epoch) for epoch in range(state.epoch, phase.end))
+            plans = (engine.share(phase, epoch)[0] for epoch in range(state.epoch, phase.end))
             features = source.bags(needed_slides(plans, slides.val if group.rank == 0 else []))
             with contextlib.closing(features):  # type: ignore[type-var]
                 for epoch in range(state.epoch, phase.end):

@@ -20,6 +20,14 @@ def test_consistency_follows_equation_14():
     assert consistency_loss(logits[:1].repeat(3, 1)).item() == pytest.approx(0, abs=1e-6)
 
 
+def test_the_gradient_of_consistency_is_that_of_the_equation():
+    start = torch.randn(3, 4, generator=torch.Generator().manual_seed(5)) * 2
+    by_hand, by_autograd = start.clone().requires_grad_(), start.clone().requires_grad_()
+    (0.5 * consistency_loss(by_hand)).backward()
+    (0.5 * oracle_consistency(by_autograd)).backward()
+    torch.testing.assert_close(by_hand.grad, by_autograd.grad, atol=1e-6, rtol=1e-5)
+
+
 def test_consistency_survives_certain_predictions():
     logits = torch.tensor([[200.0, -200.0], [-200.0, 200.0]], requires_grad=True)
     loss = consistency_loss(logits)
