@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -14,7 +14,7 @@ LOG_INTERVAL_S = 10.0  # a job log is read afterwards: a line every ten seconds 
 
 
 def bar(total: int | None, label: str, unit: str = "it", **options: Any) -> tqdm:
-    """A tqdm bar (none without a label); where nobody watches a terminal it prints a fresh line every few seconds instead."""
+    """A tqdm bar (none without a label); where nobody watches a terminal, a fresh line every few seconds."""
     terminal = sys.stderr.isatty()
     return tqdm(
         total=total,
@@ -32,7 +32,7 @@ def bar(total: int | None, label: str, unit: str = "it", **options: Any) -> tqdm
 
 
 def track(items: Iterable[Item], total: int | None = None, label: str = "", unit: str = "it") -> Iterator[Item]:
-    if total is None and hasattr(items, "__len__"):
+    if total is None and isinstance(items, Sized):
         total = len(items)
     with bar(total, label, unit) as shown:
         for item in items:

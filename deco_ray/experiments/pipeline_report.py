@@ -10,21 +10,22 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from deco_ray.anchors.figure import anchor_figure
-from deco_ray.artefacts import digest, write_atomically
+from deco_ray.artefacts import write_atomically
 from deco_ray.config import Config
 from deco_ray.counterfactual.table import read_table
 from deco_ray.experiments.methods import DECO, Run
 from deco_ray.experiments.outcome import (
-    RESULTS,
     as_judges,
+    finished,
     histories,
     model_folder,
     read_metrics,
     read_predictions,
+    results_frame,
 )
 from deco_ray.experiments.patches import example_heatmaps, localisation_table
-from deco_ray.experiments.provenance import config_yaml, provenance
 from deco_ray.experiments.site import Site
+from deco_ray.experiments.study import Study
 from deco_ray.results.canvas import save_figure
 from deco_ray.results.figures import (
     class_change_figure,
@@ -34,58 +35,29 @@ from deco_ray.results.figures import (
     training_curves,
 )
 from deco_ray.results.longtail import longtail_figure, longtail_table, nested_long_tail
-from deco_ray.results.report import Block, Picture, Section, Text, Verdict, build_report
+from deco_ray.results.report import Block, Picture, Section, Text, Verdict
 from deco_ray.results.statistics import class_change_table, class_changes, compare_methods, verdict
 from deco_ray.results.tables import Table
 
-KIND = "report"
-LAYOUT = 1  # raise it when the page changes, so that finished reports are built again
 CURVES = {"loss": "Training loss", "val_macro_f1": "Validation macro-F1"}
 
 
-def build_pipeline_report(
-    config: Config,
-    site: Site,
-    runs: list[Run],
-    sites: Mapping[str, Site],
-    frame: pd.DataFrame,
-    table: Table,
-    notes: list[str],
-    name: str,
-) -> tuple[Path, bool]:
-    """The path of report.html, and whether it was there already."""
-    inputs = {
-        "layout": LAYOUT,
-        "pipeline": name,
-        "title": config.name,
-        "models": [run.model for run in runs],
-        "notes": notes,
-        "report": config.report.model_dump(mode="json"),
-        "paper": config.paper.model_dump(mode="json"),
-    }
-    key = digest(inputs)
-    final = site.store.path(KIND, key) / "report.html"
-    if site.store.exists(KIND, key):
-        return final, True
-    with site.store.writing(KIND, key, inputs) as folder:
-        figures = Album(folder / "figures")
-        sections = [results_section(site, runs, sites, frame, table, figures)]
-        if runs[0].method == DECO:
-            sections += deco_sections(config, site, runs, sites, figures, folder)
-        build_report(
-            folder / "report.html",
-            f"{config.name}: {site.cohort.name}",
-            sections,
-            provenance(site),
-            config_yaml(config),
-            notes,
-            subtitle=f"{len(runs)} seeds, {len(site.split.ids('train'))} training slides, "
-            f"{len(site.split.ids('test'))} test slides",
-        )
-        frame.to_parquet(folder / RESULTS, index=False)
-        write_atomically(folder / "config.yaml", config_yaml(config))
-        write_tables(folder, {"results": table})
-    return final, False
+def pipeline_sections(
+    config: Config, site: Site, study: Study, table: Table, figures: Album, folder: Path
+) -> list[Section]:
+    """Results, and for DeCo what changed per class, the nested long tail and the patch-level evidence."""
+    done = finished(study.runs, study.sites)
+    runs = [run for run in done if run.method != "judge"]
+    write_tables(folder, {"results": table})
+    frame = results_frame(done, study.sites)
+    sections = [results_section(site, runs, study.sites, frame, table, figures)]
+    if runs[0].method == DECO:
+        sections += [
+            change_section(site, runs, study.sites, figures, folder),
+            longtail_section(site, runs, figures, folder),
+            evidence_section(config, site, runs[0], figures, folder),
+        ]
+    return sections
 
 
 class Album:
@@ -139,16 +111,6 @@ def results_section(
     return Section("Results", blocks)
 
 
-def deco_sections(
-    config: Config, site: Site, runs: list[Run], sites: Mapping[str, Site], figures: Album, folder: Path
-) -> list[Section]:
-    return [
-        change_section(site, runs, sites, figures, folder),
-        longtail_section(site, runs, figures, folder),
-        evidence_section(config, site, runs[0], sites, figures, folder),
-    ]
-
-
 def change_section(site: Site, runs: list[Run], sites: Mapping[str, Site], figures: Album, folder: Path) -> Section:
     changes = class_changes(
         read_predictions(as_judges(runs), sites), read_predictions(runs, sites), site.cohort.classes
@@ -175,9 +137,7 @@ def longtail_section(site: Site, runs: list[Run], figures: Album, folder: Path) 
     return Section("Nested long tail", [table, figures.picture(longtail_figure(analyses), "longtail", caption)])
 
 
-def evidence_section(
-    config: Config, site: Site, run: Run, sites: Mapping[str, Site], figures: Album, folder: Path
-) -> Section:
+def evidence_section(config: Config, site: Site, run: Run, figures: Album, folder: Path) -> Section:
     """Anchors, how well contributions find known lesions, and heatmaps of tail-class test slides."""
     blocks: list[Block] = []
     anchors = site.store.path("anchors", run.anchors or "")

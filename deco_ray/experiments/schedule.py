@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,14 +96,8 @@ def placement(stage: Stage, resources: ResourceSection) -> tune.PlacementGroupFa
 
 def run_stage(config: dict[str, Any], place: Workplace) -> None:
     """A trial: make one artefact, report each epoch."""
-    stage = place.stages[config["stage"]]
-    site = place.sites[stage.site]
     try:
-        if isinstance(stage, TrainStage):
-            source = place.sources[site.cohort.checksum]
-            run_training(stage.spec, site.cohort, site.split, site.store, place.resources, source, report=tune.report)
-        else:
-            _score(stage, site, place.resources)
+        make(place.stages[config["stage"]], place, tune.report)
     except RayError as error:
         if not isinstance(error, RayTaskError):
             raise  # a process or node died: Tune starts the trial again and it resumes
@@ -112,7 +106,17 @@ def run_stage(config: dict[str, Any], place: Workplace) -> None:
         tune.report({"failure": describe(error)})
 
 
-def _score(stage: ScoreStage, site: Site, resources: ResourceSection) -> None:
+def make(stage: Stage, place: Workplace, report: Callable[[dict[str, Any]], None]) -> None:
+    """The artefact of one stage, made in this process (or in actors of this trial's placement group)."""
+    site = place.sites[stage.site]
+    if isinstance(stage, TrainStage):
+        source = place.sources[site.cohort.checksum]
+        run_training(stage.spec, site.cohort, site.split, site.store, place.resources, source, report=report)
+    else:
+        _score(stage, site, place.resources, report)
+
+
+def _score(stage: ScoreStage, site: Site, resources: ResourceSection, report: Callable[[dict[str, Any]], None]) -> None:
     ensure_contributions(
         site.cohort,
         site.split,
@@ -124,7 +128,7 @@ def _score(stage: ScoreStage, site: Site, resources: ResourceSection) -> None:
         cpus=resources.cpus_per_run,
         gpus=resources.gpus_per_run,
         threads=resources.threads,
-        report=tune.report,
+        report=report,
     )
 
 

@@ -75,19 +75,20 @@ class Study:
         if not todo:
             return {}
         connect(self.base.resources)
-        self._anchors(todo, board)
+        self.make_anchors({stage.anchors for stage in todo.values() if isinstance(stage, ScoreStage)}, board)
         board.total = len(todo)
         board.side_by_side = concurrent_runs(self.base.resources, ray.nodes())
         board.expect(list(todo.values()))
-        place = Workplace(todo, self.sites, self._sources(todo, board), self.base.resources)
+        place = Workplace(
+            todo, self.sites, self.sources({stage.site for stage in todo.values()}, board), self.base.resources
+        )
         root = next(iter(self.sites.values())).store.root
         folder = root / "work" / f"tune-{uuid.uuid4().hex[:8]}"
         self.failures = run_stages(todo, place, folder, [board, *listeners])
         return self.failures
 
-    def _anchors(self, todo: dict[str, Stage], board: Board) -> None:
+    def make_anchors(self, wanted: set[str], board: Board) -> None:
         """Anchors first, on the whole cluster: they are parallel inside and everything of DeCo waits for them."""
-        wanted = {stage.anchors for stage in todo.values() if isinstance(stage, ScoreStage)}
         for digest in [digest for digest in self.anchors if digest in wanted]:
             site, section = self.anchors[digest]
             reused, begun = site.store.exists("anchors", digest), time.monotonic()
@@ -99,9 +100,8 @@ class Study:
                 reused,
             )
 
-    def _sources(self, todo: dict[str, Stage], board: Board) -> dict[str, Any]:
-        """The features of each cohort once per node for all runs, or a stream where they do not fit."""
-        needed = {stage.site for stage in todo.values()}
+    def sources(self, needed: set[str], board: Board) -> dict[str, Any]:
+        """The features of these sites' cohorts, once per node for all runs, or a stream where they do not fit."""
         slides: dict[str, dict[str, None]] = {}
         cohorts = {}
         for digest in needed:
