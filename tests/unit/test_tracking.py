@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -346,6 +347,16 @@ def test_what_an_outage_left_out_is_logged_next_time(open_tracker, tmp_path, mon
     child.log_run_artefact(folder)
     assert child.complete
     assert curve(again, child.run_id, "train_loss") == list(range(6))
+
+
+def test_system_metrics_are_watched_until_the_run_ends(open_tracker, caplog):
+    tracker = open_tracker(system_metrics=True)
+    parent = tracker.parent("p", "pipeline", "d0")
+    watching = [thread.name for thread in threading.enumerate()]
+    parent.finish()
+    assert not tracker.off, caplog.text
+    assert "SystemMetricsMonitor" in watching
+    assert "SystemMetricsMonitor" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_disabled_tracking_writes_nothing(open_tracker, store, tmp_path, caplog):
