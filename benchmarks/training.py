@@ -34,6 +34,7 @@ from deco_ray.config import OversamplingSection, TrainingSection
 from deco_ray.keys import generator
 from deco_ray.models import Visit, create_model
 from deco_ray.progress import bar
+from deco_ray.training.draws import draws
 from deco_ray.training.engine import Engine
 from deco_ray.training.group import Solo
 from deco_ray.training.loop import train
@@ -109,13 +110,15 @@ def visit_times(n: int, repeats: int) -> dict[str, float]:
         ours.epoch(phase, epoch, source.bags(order), fused, scaler, silent)
 
     def sampling(epoch: int) -> None:
-        for visit in ours.share(phase, epoch)[0]:
-            ours.visit_bags(epoch, visit, features[visit.slide_id])
+        visits, _ = ours.share(phase, epoch)
+        for visit, draw in zip(visits, draws(spec, slides, epoch, visits)):
+            draw.reduced(visit.slide_id, features[visit.slide_id])
 
     def naive_deco(epoch: int) -> None:
-        for visit in naive.share(phase, epoch)[0]:
+        visits, _ = naive.share(phase, epoch)
+        for visit, draw in zip(visits, draws(spec, slides, epoch, visits)):
             plain.zero_grad()
-            bag, members = naive.visit_bags(epoch, visit, features[visit.slide_id])
+            bag, members = draw.reduced(visit.slide_id, features[visit.slide_id]), draw.members
             label = naive.labels[slides.labels[visit.slide_id]]
             four_forwards(naive.model, bag, label, members, naive.criterion, naive.beta).backward()
             plain.step()

@@ -9,14 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from deco_ray.errors import ModelError
-from deco_ray.keys import generator, torch_seed
 from deco_ray.models.protocol import Aggregator, Criterion, Partner
-from deco_ray.training.bags import reduce_bag, sub_bags
+from deco_ray.training.draws import Draw, draws
 from deco_ray.training.group import Solo
 from deco_ray.training.losses import adjust_logits, log_prior, make_criterion
 from deco_ray.training.objective import visit_loss
@@ -59,6 +57,7 @@ class Engine:
         for parameter_group in optimiser.param_groups:
             parameter_group["lr"] = lr
         visits, steps = self.share(phase, epoch)
+        drawn = draws(self.spec, self.slides, epoch, visits)
         logged: dict[str, list[Tensor]] = defaultdict(list)
         started, waited = time.perf_counter(), 0.0
         model.train()
@@ -71,7 +70,8 @@ class Engine:
                 other = visits[step].partner
                 partner_bag = self.next_bag(features, other) if other else None
                 waited += time.perf_counter() - asked
-                for name, value in self.backward(epoch, visits[step], bag, partner_bag, progress, scaler).items():
+                terms = self.backward(visits[step], next(drawn), bag, partner_bag, progress, scaler)
+                for name, value in terms.items():
                     logged[name].append(value)
             self.group.average_gradients(parameters)
             if section.clip_norm is not None:
@@ -94,19 +94,19 @@ class Engine:
 
     def backward(
         self,
-        epoch: int,
         visit: PlannedVisit,
+        draw: Draw,
         bag: Tensor,
         partner_bag: Tensor | None,
         progress: float,
         scaler: torch.amp.GradScaler,
     ) -> dict[str, Tensor]:
         """Gradients of one visit, and its loss terms."""
-        seed = torch_seed(*self.spec.key(epoch, "visit", visit.slide_id, visit.repeat))
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed costs 200 times more
+        torch.default_generator.manual_seed(draw.seed)  # torch.manual_seed costs 200 times more
         if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-        bag, members = self.visit_bags(epoch, visit, bag)
+            torch.cuda.manual_seed(draw.seed)
+        bag = draw.reduced(visit.slide_id, bag).to(self.device)
+        members = [positions.to(self.device) for positions in draw.members]
         label = self.labels[self.slides.labels[visit.slide_id]]
         partner = None
         if partner_bag is not None and visit.partner is not None:
@@ -116,25 +116,6 @@ class Engine:
             loss, terms = visit_loss(seen, label, self.criterion, self.beta)
         scaler.scale(loss).backward()
         return {"loss": loss.detach(), **terms}
-
-    def visit_bags(self, epoch: int, visit: PlannedVisit, bag: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The bag to train on and its pseudo-bags as positions in it: DeCo's, or the whole bag and none."""
-        deco = self.spec.deco
-        if deco is None:
-            return bag.to(self.device), []
-        assignment = self.slides.assignments[visit.slide_id]
-        if len(assignment) != len(bag):
-            raise ModelError(
-                f"slide {visit.slide_id} has {len(bag)} patches but {len(assignment)} anchor assignments; "
-                "the anchors belong to another cohort, fit them again"
-            )
-        rng = generator(*self.spec.key(epoch, "bags", visit.slide_id, visit.repeat))
-        kept = reduce_bag(assignment, self.slides.ratios[visit.slide_id], rng)
-        pseudo = deco.pseudo_bags
-        members = sub_bags(assignment[kept].astype(np.int64), pseudo.rho, pseudo.m, rng, pseudo.strategy)
-        if len(kept) < len(bag):
-            bag = bag.index_select(0, torch.from_numpy(kept))
-        return bag.to(self.device), [torch.from_numpy(positions).to(self.device) for positions in members]
 
     def next_bag(self, features: Features, slide_id: str) -> Tensor:
         found, bag = next(features)
