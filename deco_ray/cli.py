@@ -33,7 +33,7 @@ COMMANDS = {
     "reproduce": ("deco_ray.experiments.reproduce_command", "main", "the paper's tables and figures"),
     "predict": ("deco_ray.results.predict_command", "main", "grade slides with a trained model"),
     "explain": ("deco_ray.results.explain_command", "main", "heatmaps of what a prediction rests on"),
-    "ui": ("deco_ray.experiments.demo_command", "ui", "browse the tracked runs (MLflow)"),
+    "ui": ("deco_ray.results.ui", "main", "browse the tracked runs (MLflow)"),
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -50,17 +52,21 @@ def check_port(host: str, port: int) -> None:
 
 
 def serve_ui(storage: str | Path, host: str = HOST, port: int = 5000) -> int:
-    """Serve the pages in the foreground until Ctrl-C; returns the exit code."""
+    """Serve the pages in the foreground until Ctrl-C or SIGTERM; returns the exit code."""
     command = server_command(storage, host, port)
     address = f"http://{host}:{port}/#/experiments?workflowType=machine_learning"
     print(f"MLflow over {Path(storage).absolute()}: open {address} (Ctrl-C ends it)", flush=True)
-    with subprocess.Popen(command, env=server_environment()) as server:
-        try:
-            return server.wait()
-        except KeyboardInterrupt:  # the terminal told the server too
-            server.terminate()
-            server.wait()
-            return 0
+    # a session of its own: MLflow's workers outlive a signal to their parent, so all of them are told
+    server = subprocess.Popen(command, env=server_environment(), start_new_session=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return server.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 import urllib.error
@@ -17,13 +19,13 @@ import pandas as pd
 import pytest
 import torch
 from fabricated_run import write_run_artefact
-from servers import free_port, running
+from servers import PATIENCE_S, answers, free_port, running
 
 from deco_ray.cohort.store import Cohort
 from deco_ray.config import TrackingSection
 from deco_ray.results.mlflow_model import ServedModel
 from deco_ray.results.tracking import Tracker
-from deco_ray.results.ui import server_command
+from deco_ray.results.ui import check_port, server_command
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,26 @@ def test_a_server_that_dies_loses_nothing(store, tiny_cohort, tmp_path, caplog):
         points = tracker.call(lambda client: client.get_metric_history(child.run_id, "epochs/train_loss"))
         assert [point.step for point in points] == list(range(6))
         assert open_child()[1].complete
+
+
+@pytest.mark.parametrize("word", [signal.SIGINT, signal.SIGTERM])
+def test_the_pages_end_with_their_command(store, tmp_path, word):
+    port = free_port()
+    command = [sys.executable, "-m", "deco_ray.cli", "ui", "--storage", str(store), "--port", str(port)]
+    with open(tmp_path / "ui.log", "wb") as log:
+        pages = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        until = time.monotonic() + PATIENCE_S
+        while not answers(f"http://127.0.0.1:{port}/health"):
+            assert pages.poll() is None, (tmp_path / "ui.log").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        assert f"http://127.0.0.1:{port}/" in (tmp_path / "ui.log").read_text()
+        pages.send_signal(word)
+        assert pages.wait(60) == 0
+        check_port("127.0.0.1", port)  # raises while anybody listens
+    finally:
+        pages.kill()
 
 
 def write_run(storage: Path, cohort: Cohort, writer: int) -> bool:
