@@ -29,12 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from deco_ray.experiments.session import connect, resolve
     from deco_ray.results import predict as job
     from deco_ray.results.ensemble import Ensemble
-    from deco_ray.results.ungraded import open_slides, read_truth
+    from deco_ray.results.trained import trained_on
+    from deco_ray.results.ungraded import CohortSlides, open_slides, read_truth
 
     # everything that can be wrong is found before Ray starts
     out = job.check_output(resolve(arguments.out, "--out"))
     with tempfile.TemporaryDirectory() as scratch:
-        ensemble = Ensemble.load(_folders(arguments, Path(scratch)), arguments.calibrate)
+        folders = _folders(arguments, Path(scratch))
+        ensemble = Ensemble.load(folders, arguments.calibrate)
     slides = open_slides(resolve(arguments.features, "--features"), arguments.encoder)
     classes = () if arguments.ignore_labels else slides.classes
     ensemble.check(slides.dim, arguments.encoder or slides.encoder, classes, slides.where)
@@ -43,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         truth = read_truth(resolve(arguments.labels, "--labels"), ensemble.classes)
     elif not arguments.ignore_labels:
         truth = slides.labels(ensemble.classes)
+    if isinstance(slides, CohortSlides) and slides.cohort.checksum in map(trained_on, folders):
+        print("note: the model was trained on slides of this cohort; for honest scores see the report's test slides")
     connect(ResourceSection())
     graded = job.predict(ensemble, slides, on_error=arguments.on_error)
     frame = job.prediction_frame(graded, ensemble.classes, truth)
