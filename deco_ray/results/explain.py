@@ -49,11 +49,13 @@ class Explanation:
         return np.exp(self.found.log_probabilities)
 
 
-def explain_slide(explainer: Explainer, bag: Bag, classes: Sequence[str]) -> Explanation:
+def explain_slide(explainer: Explainer, bag: Bag, classes: Sequence[str], normal_class: int = 0) -> Explanation:
     """Contributions to the slide's label, or to its predicted class where it has none; needs no coordinates."""
     label = None if bag.label == UNLABELLED else bag.label
     found = explainer.contributions(bag, label)
     anchors = anchor_frame(explainer, bag, found, classes)
+    if label == normal_class:
+        anchors["retention"] = 1.0  # normal slides are never masked
     return Explanation(
         bag.slide_id, label, found, anchors, example_frame(explainer, bag, anchors["anchor"].head(TOP).tolist())
     )
@@ -147,19 +149,19 @@ def anchor_table(answer: Explanation, classes: Sequence[str]) -> Table:
     columns = (
         Column("Anchor"),
         Column("Patches"),
-        Column("Share", digits=3),
         *(Column(name, digits=3, group="contribution E′ to") for name in classes),
         Column("Retention"),
-        Column("Attention × N", digits=2),
+        Column("Attention"),
     )
     total = int(answer.found.counts.sum())
     rows = [
-        [f"{int(row['anchor'])}", int(row["patches"]), float(row["share"])]
+        [f"{int(row['anchor'])}", int(row["patches"])]
         + [float(row[f"effect_{name}"]) for name in classes]
         + [float(row["retention"]), float(row["attention"]) * total]
         for _, row in answer.anchors.head(TOP).iterrows()
     ]
-    note = f"The {len(rows)} of {len(answer.anchors)} anchors present that contribute most to the explained class."
+    note = f"The {len(rows)} of {len(answer.anchors)} anchors present that contribute most to the explained class; "
+    note += "attention is that of a patch, as a multiple of the uniform share."
     return Table(columns, rows, f"Anchors, highest contribution to {classes[answer.found.label]} first", note)
 
 

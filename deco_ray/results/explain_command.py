@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deco_ray.cohort.schema import UNLABELLED
 from deco_ray.errors import DecoError, ModelError
 
 if TYPE_CHECKING:
@@ -118,8 +119,8 @@ def run(job: Job, keep_going: bool = False) -> list[Outcome]:
         for slide in job.slide_ids:
             try:
                 bag = job.cohort.bag(slide)
-                bag = replace(bag, label=-1) if job.ignore_labels else bag
-                answer = explain_slide(job.explainer, bag, classes)
+                bag = replace(bag, label=UNLABELLED) if job.ignore_labels else bag
+                answer = explain_slide(job.explainer, bag, classes, job.cohort.meta.normal_class)
             except DecoError as error:
                 if not keep_going:
                     raise
