@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -96,8 +95,7 @@ def test_a_server_that_dies_loses_nothing(store, tiny_cohort, tmp_path, caplog):
         assert open_child()[1].complete
 
 
-@pytest.mark.parametrize("word", [signal.SIGINT, signal.SIGTERM])
-def test_the_pages_end_with_their_command(store, tmp_path, word):
+def test_the_pages_end_with_their_command(store, tmp_path):
     port = free_port()
     command = [sys.executable, "-m", "deco_ray.cli", "ui", "--storage", str(store), "--port", str(port)]
     with open(tmp_path / "ui.log", "wb") as log:
@@ -109,7 +107,7 @@ def test_the_pages_end_with_their_command(store, tmp_path, word):
             assert time.monotonic() < until
             time.sleep(0.2)
         assert f"http://127.0.0.1:{port}/" in (tmp_path / "ui.log").read_text()
-        pages.send_signal(word)
+        pages.terminate()
         assert pages.wait(60) == 0
         check_port("127.0.0.1", port)  # raises while anybody listens
     finally:
