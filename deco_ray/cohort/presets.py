@@ -22,6 +22,7 @@ class Tissue:
     stain: float = 0.3  # one shift for all patches of a slide
     noise: float = 0.5  # of a patch, in all directions
     atypia_noise: float = 0.15  # of a patch, normal or not, along the direction in which grades rise
+    marked: float = 0.3  # log-spread of a slide's step to its lesions: some are plain to see, some faint
     mimic: float = 0.7  # a benign look-alike goes this far from normal tissue towards a lesion
     mimic_share: float = 0.06  # of all patches, in slides of every class
 
@@ -56,9 +57,10 @@ PRESETS = {
             split=_split(10, 16),
             bag_size=(1800, 0.6, 300, 12_000),
             grade=(0.0, 0.45, 0.38, 0.32),
-            own=0.3,
-            extent=(0.0, 0.10, 0.05, 0.01),
-            company=0.4,
+            own=0.42,
+            extent=(0.0, 0.12, 0.07, 0.03),
+            company=0.2,
+            tissue=Tissue(mimic_share=0.02),
         ),
         Preset(
             name="panda_lt",
@@ -67,10 +69,10 @@ PRESETS = {
             train=(2303, 1053, 481, 100, 220, 46),
             split=_split(100, 200, 50, (0, 1, 2, 4, 3, 5)),
             bag_size=(36, 0.6, 8, 250),
-            grade=(0.0, 0.26, 0.29, 0.32, 0.35, 0.38),
-            own=0.20,
-            extent=(0.0, 0.30, 0.22, 0.10, 0.15, 0.08),
-            company=0.5,
+            grade=(0.0, 0.28, 0.31, 0.34, 0.37, 0.44),
+            own=0.30,
+            extent=(0.0, 0.30, 0.22, 0.09, 0.13, 0.09),
+            company=0.4,
         ),
         Preset(
             name="tissuenet_lt",
@@ -80,9 +82,9 @@ PRESETS = {
             split=_split(20, 30, 10, (1, 0, 2, 3)),
             bag_size=(280, 0.7, 40, 2500),
             grade=(0.0, 0.25, 0.32, 0.39),
-            own=0.22,
-            extent=(0.0, 0.15, 0.08, 0.04),
-            company=0.5,
+            own=0.31,
+            extent=(0.0, 0.15, 0.08, 0.05),
+            company=0.4,
         ),
     )
 }

@@ -28,7 +28,7 @@ from deco_ray.progress import track
 DIM = 512  # CONCH's
 PATCH = 512  # level-0 pixels between neighbours on the grid
 PAPER_SPLIT = "paper"
-LEAST = {"train": 3, "val": 4, "test": 8}  # slides of a class in a part, however small the scale
+LEAST = {"train": 5, "val": 4, "test": 8}  # slides of a class in a part, however small the scale
 NORMAL = 0  # class 0 of every preset is the one without lesion
 INSTANCES = pa.schema([("slide_id", pa.string()), ("patch", pa.int32()), ("lesion", pa.int32())])
 
@@ -109,8 +109,8 @@ class Palette:
     cone: np.ndarray  # [d]
     tissue: np.ndarray  # [T, d] normal types
     malignancy: np.ndarray  # [d], unit: the direction in which grades rise
-    lesion: np.ndarray  # [C, d] centres: a normal type and a step; row 0 is unused
-    mimic: np.ndarray  # [C, d] benign look-alikes, part of the way to the lesion
+    parent: np.ndarray  # [C, d] the normal type a lesion grows from; row 0 of this and the next is unused
+    step: np.ndarray  # [C, d] from there to the lesion; a benign look-alike goes part of the way
 
     @classmethod
     def draw(cls, preset: Preset, seed: int) -> Palette:
@@ -123,10 +123,8 @@ class Palette:
         own = own + 0.5 * np.roll(own, 1, axis=0)
         own /= np.linalg.norm(own, axis=1, keepdims=True)
         step = np.array(preset.grade)[:, None] * malignancy + preset.own * own
-        parent = tissue[: 1 + classes // 3][
-            np.arange(classes) % (1 + classes // 3)
-        ]  # a few normal types turn malignant
-        arrays = (how.cone * cone, tissue, malignancy, parent + step, parent + how.mimic * step)
+        parent = tissue[(np.arange(classes) + 1) % 2]  # two normal types turn malignant, grades taking turns
+        arrays = (how.cone * cone, tissue, malignancy, parent, step)
         return cls(*(array.astype(np.float32) for array in arrays))
 
 
@@ -142,8 +140,10 @@ def make_slide(
     lesion = lesion_map(cells, label, preset, rng)
     centres = palette.tissue[tissue_map(cells, how.types, rng)]  # [N, d]
     mimicking = np.flatnonzero(rng.random(n) < how.mimic_share)
-    centres[mimicking] = palette.mimic[rng.integers(1, len(preset.classes), len(mimicking))]
-    centres[lesion > 0] = palette.lesion[lesion[lesion > 0]]
+    alike = rng.integers(1, len(preset.classes), len(mimicking))
+    centres[mimicking] = palette.parent[alike] + np.float32(how.mimic) * palette.step[alike]
+    marked = np.float32(np.exp(how.marked * rng.standard_normal()))
+    centres[lesion > 0] = palette.parent[lesion[lesion > 0]] + marked * palette.step[lesion[lesion > 0]]
     features = rng.standard_normal((n, DIM), dtype=np.float32)
     features *= np.float32(how.noise / np.sqrt(DIM))
     features += centres
