@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from deco_ray.results.redact import redact
 from deco_ray.results.tracking import probe, tracking_uri
 
 RESULTS = "results.parquet"
+QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
 JUDGE = "judge"  # the method under which results list judges
 
 
@@ -120,27 +123,44 @@ def trained_on(folder: Path) -> str | None:
 def fetch(uri: str, storage: Path, target: Path) -> Path:
     """An MLflow model's files below `target`; the folder with model.json and model.pt. Nothing is unpickled.
 
-    Asked is MLFLOW_TRACKING_URI, or the database in the storage folder.
+    Asked is MLFLOW_TRACKING_URI, or the database in the storage folder. It is named through the environment, because
+    MLflow forgets a store given as an argument when it looks up the model of a run.
     """
     store = os.environ.get("MLFLOW_TRACKING_URI") or tracking_uri(None, storage)
     database = Path(store.removeprefix("sqlite:///"))
     if store.startswith("sqlite:///") and not database.is_file():
         raise DecoError(f"no MLflow database at {database}; give its folder with --storage or set MLFLOW_TRACKING_URI")
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    try:
-        if store.startswith("http"):
+    if store.startswith("http"):
+        try:
             probe(store)
+        except ConnectionError as error:
+            raise DecoError(f"MLflow at {redact(store)} does not answer: {error}") from error
+    with _environment(MLFLOW_TRACKING_URI=store, **QUIET):
         from mlflow.artifacts import download_artifacts
         from mlflow.exceptions import MlflowException
-    except ConnectionError as error:
-        raise DecoError(f"MLflow at {redact(store)} does not answer: {error}") from error
-    try:
-        folder = Path(download_artifacts(artifact_uri=uri, dst_path=str(target), tracking_uri=store))
-    except (MlflowException, OSError, ValueError) as error:
-        raise ModelError(f"MLflow has no model {uri}: {str(error).splitlines()[0]}") from error
+
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            folder = Path(download_artifacts(artifact_uri=uri, dst_path=str(target)))
+        except (MlflowException, OSError, ValueError) as error:
+            raise ModelError(f"MLflow has no model {uri}: {redact(str(error).splitlines()[0])}") from error
     found = sorted(folder.rglob(FACTS))
     if len(found) != 1:
         raise ModelError(
             f"{uri} holds {len(found)} deco_ray models ({FACTS}); give the URI of one, runs:/<run id>/model"
         )
     return found[0].parent
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
