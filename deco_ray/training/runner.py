@@ -8,6 +8,7 @@ the batch size: a Ray Train worker group with a torch process group.
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +107,8 @@ def run_group(job: Job, report: Report | None) -> None:
             running.result()
     finally:
         messages.shutdown()
+    # the controller may write its own notes after rank 0 has finished and cleaned up
+    shutil.rmtree(job.store.work("model", job.spec.digest), ignore_errors=True)
 
 
 def run_config(job: Job) -> ray.train.RunConfig:

@@ -167,6 +167,7 @@ def test_two_workers_average_their_gradients(tiny_cohort, split, store, shared):
     rows = []
     folder = run_training(spec, tiny_cohort, split, store, RESOURCES, shared, report=rows.append)
     assert [row["epoch"] for row in rows] == [0]
+    assert not list((store.root / "work").iterdir())
     torch.manual_seed(torch_seed(*spec.key("init", "abmil")))
     model = create_model("abmil", 16, 3, **spec.model.options)
     optimiser = torch.optim.Adam(model.parameters(), lr=5e-3, weight_decay=1e-5)
