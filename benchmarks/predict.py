@@ -114,7 +114,7 @@ def report_seconds(folder: Path, scale: float, turns: int) -> tuple[float, float
         "synthetic.preset=panda_lt",
         f"synthetic.scale={scale}",
     ]
-    settings += ["training.epochs=1", "judge_training.epochs=1", "tracking.enabled=false"]
+    settings += ["split.name=paper", "training.epochs=1", "judge_training.epochs=1", "tracking.enabled=false"]
     config = load_config(None, settings)
     report = run_pipeline(config, Board()).report
     ray.shutdown()
