@@ -147,10 +147,11 @@ def load_split(cohort: Cohort, name: str) -> Split:
     try:
         with filesystem.open_input_file(path) as file:
             table = pq.read_table(io.BytesIO(file.read()), columns=SPLIT.names)
+        part_of = dict(zip(*(table[column].to_pylist() for column in SPLIT.names)))
     except FileNotFoundError:
         known = ", ".join(split_names(cohort)) or "none"
         raise CohortError(f"cohort {cohort.name} has no split {name!r}; stored: {known}") from None
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
         raise CohortError(f"cannot read split {path}: {error}; make it again with `deco-ray split`") from error
     metadata = _metadata(table, path)
     made_for = metadata.pop("cohort", None)
@@ -159,7 +160,7 @@ def load_split(cohort: Cohort, name: str) -> Split:
             f"split {name!r} was made for other data (checksum {made_for[:8]}, now {cohort.checksum[:8]}): "
             f"the cohort at {root} has changed; make the split again with `deco-ray split`"
         )
-    return new_split(cohort, name, dict(zip(*(table[column].to_pylist() for column in SPLIT.names))), metadata)
+    return new_split(cohort, name, part_of, metadata)
 
 
 def _metadata(table: pa.Table, path: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Cohort:
         try:
             with filesystem.open_input_file(f"{root}/slides.parquet") as file:
                 slides = pq.read_table(file, columns=SLIDES.names).to_pandas()
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
             raise CohortError(f"cannot read {shown(uri)}/slides.parquet: {error}; ingest the cohort again") from error
         return cls(str(uri), meta, slides)
 

@@ -82,21 +82,27 @@ def _rings(node: Any, path: Path) -> Iterator[tuple[Any, bool]]:
         raise DecoError(f"{path}: expected a GeoJSON object, found {type(node).__name__}")
     kind = node.get("type")
     if kind == "FeatureCollection":
-        for feature in node.get("features") or []:
+        for feature in _list(node.get("features") or [], path):
             yield from _rings(feature, path)
     elif kind == "Feature":
         if node.get("geometry") is not None:
             yield from _rings(node["geometry"], path)
     elif kind == "GeometryCollection":
-        for geometry in node.get("geometries") or []:
+        for geometry in _list(node.get("geometries") or [], path):
             yield from _rings(geometry, path)
     elif kind in ("Polygon", "MultiPolygon"):
         polygons = node.get("coordinates") or []
-        for polygon in [polygons] if kind == "Polygon" else polygons:
-            for number, ring in enumerate(polygon):
+        for polygon in [polygons] if kind == "Polygon" else _list(polygons, path):
+            for number, ring in enumerate(_list(polygon, path)):
                 yield ring, number > 0
     elif kind not in ("Point", "MultiPoint", "LineString", "MultiLineString"):
         raise DecoError(f"{path}: {kind!r} is not a GeoJSON type")
+
+
+def _list(value: Any, path: Path) -> list:
+    if not isinstance(value, list):
+        raise DecoError(f"{path}: expected a list in the GeoJSON, found {value!r:.60}")
+    return value
 
 
 def _read_xml(path: Path) -> list[Lesion]:
