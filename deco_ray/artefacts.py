@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import shutil
 import time
 import uuid
@@ -25,6 +26,7 @@ from deco_ray.errors import DecoError
 
 RECORD = "artefact.json"
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
+ABANDONED_S = 24 * 3600.0  # nothing here takes a day without writing
 DIGEST_LENGTH = 16  # hex digits: 64 bits, ample for the artefacts of one lab
 
 
@@ -38,7 +40,7 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
     """Write, flush to disk, rename: a reader sees the old file or the whole new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = temporary_beside(path)
     try:
         with open(temporary, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -48,6 +50,29 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def temporary_beside(path: Path) -> Path:
+    """A new name beside the path that says whose it is, so that what a killed process left can be told and removed."""
+    return path.with_name(f".{path.name}.{owner()}.tmp")
+
+
+def owner() -> str:
+    """Host, process and a random part."""
+    return f"{platform.node() or 'host'}~{os.getpid()}~{uuid.uuid4().hex[:8]}"
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether its maker is gone: a dead process of this host, or anyone who has not touched it for a day."""
+    host, _, process = path.name.removesuffix(".tmp").rpartition("~")[0].rpartition("~")
+    try:
+        if host.endswith(platform.node()) and process.isdigit():
+            os.kill(int(process), 0)  # asks only whether it exists
+        return time.time() - path.stat().st_mtime > ABANDONED_S
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's process, or removed meanwhile
+        return False
 
 
 @dataclass(frozen=True)
@@ -72,18 +97,27 @@ class ArtefactStore:
     def work(self, kind: str, key: str) -> Path:
         """The folder for resumable state of an unfinished stage."""
         path = self.root / "work" / f"{kind}-{key}"
-        with self._explaining():
+        with self.explaining():
             path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def sweep(self) -> None:
+        """Remove what killed processes left half-written; resumable state stays."""
+        for pattern in ("*/.*.tmp", ".*.tmp", "work/tune-*"):
+            for path in filter(is_abandoned, self.root.glob(pattern)):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def writing(self, kind: str, key: str, inputs: Any, **facts: Any) -> Iterator[Path]:
         """A temporary folder that becomes the artefact when the block ends without an error."""
         final = self.path(kind, key)
-        temporary = final.with_name(f".{key}.{uuid.uuid4().hex[:8]}.tmp")
+        temporary = temporary_beside(final)
         started = time.time()
         try:
-            with self._explaining():
+            with self.explaining():
                 temporary.mkdir(parents=True)
                 yield temporary
                 record = {"kind": kind, "digest": key, "inputs": inputs, "seconds": time.time() - started, **facts}
@@ -99,7 +133,7 @@ class ArtefactStore:
         shutil.rmtree(self.root / "work" / f"{kind}-{key}", ignore_errors=True)
 
     @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
+    def explaining(self) -> Iterator[None]:
         """A store that cannot be written to is the user's to mend; an error about a file elsewhere passes."""
         try:
             yield

@@ -109,11 +109,12 @@ def run_stage(config: dict[str, Any], place: Workplace) -> None:
 def make(stage: Stage, place: Workplace, report: Callable[[dict[str, Any]], None]) -> None:
     """The artefact of one stage, made in this process (or in actors of this trial's placement group)."""
     site = place.sites[stage.site]
-    if isinstance(stage, TrainStage):
-        source = place.sources[site.cohort.checksum]
-        run_training(stage.spec, site.cohort, site.split, site.store, place.resources, source, report=report)
-    else:
-        _score(stage, site, place.resources, report)
+    with site.store.explaining():
+        if isinstance(stage, TrainStage):
+            source = place.sources[site.cohort.checksum]
+            run_training(stage.spec, site.cohort, site.split, site.store, place.resources, source, report=report)
+        else:
+            _score(stage, site, place.resources, report)
 
 
 def _score(stage: ScoreStage, site: Site, resources: ResourceSection, report: Callable[[dict[str, Any]], None]) -> None:

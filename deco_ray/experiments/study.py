@@ -6,7 +6,6 @@ The pipeline is a study of one configuration; a sweep, a comparison and the pape
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import ray
 
 from deco_ray.anchors import ensure_anchors
+from deco_ray.artefacts import owner
 from deco_ray.config import AnchorSection, Config
 from deco_ray.experiments.board import Board
 from deco_ray.experiments.methods import Run, anchors_digest, expand
@@ -83,8 +83,12 @@ class Study:
             todo, self.sites, self.sources({stage.site for stage in todo.values()}, board), self.base.resources
         )
         root = next(iter(self.sites.values())).store.root
-        folder = root / "work" / f"tune-{uuid.uuid4().hex[:8]}"
-        self.failures = run_stages(todo, place, folder, [board, *listeners])
+        folder = root / "work" / f"tune-{owner()}"
+        try:
+            self.failures = run_stages(todo, place, folder, [board, *listeners])
+        finally:
+            for site in self.sites.values():
+                site.store.sweep()  # what killed processes left, of this command and of earlier ones
         return self.failures
 
     def make_anchors(self, wanted: set[str], board: Board) -> None:
@@ -92,7 +96,8 @@ class Study:
         for digest in [digest for digest in self.anchors if digest in wanted]:
             site, section = self.anchors[digest]
             reused, begun = site.store.exists("anchors", digest), time.monotonic()
-            ensure_anchors(site.cohort, site.split, section, site.store)
+            with site.store.explaining():
+                ensure_anchors(site.cohort, site.split, section, site.store)
             board.stage(
                 "anchors",
                 f"{section.k} anchors, {section.k_normal} normal prototypes",
