@@ -10,6 +10,7 @@ import logging
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
 
 import pyarrow as pa
 import ray
@@ -22,6 +23,7 @@ from deco_ray.errors import CohortError, DecoError, StageError
 from deco_ray.progress import bar
 
 BLOCK_BYTES = 64 * 2**20  # of features behind one task: a few large slides, or many small ones
+ERROR = "the block's error"  # the one column of what a failed task returns
 LEAST_BLOCKS = 8  # so that a small cohort still keeps a few workers busy
 
 
@@ -42,7 +44,11 @@ def map_bags(
     shared = ray_put((cohort, function))
 
     def work(batch: pa.Table) -> pa.Table:
-        opened, apply = ray.get(shared)
+        try:
+            opened, apply = ray.get(shared)
+        except ray.exceptions.RaySystemError as unloadable:
+            cause = str(unloadable).splitlines()[0]
+            raise StageError(f"the function for the bags cannot be loaded in a worker ({cause})") from unloadable
         results, error = [], b""
         for slide in batch["slide_id"].to_pylist():
             try:
@@ -89,19 +95,31 @@ def run_blocks(
     if not given:
         return
     _start_ray()
-    manifest = ray.data.from_arrow(given)
+    # from_arrow would look at its tables in a task that asks for a CPU, and wait for ever where all are taken
+    manifest = ray.data.from_blocks(given)
     manifest.context.execution_options.preserve_order = True
     manifest.context.enable_progress_bars = False  # ours counts slides
     # tasks without a CPU request would otherwise all start at once
     size = concurrency if concurrency is not None else (None if num_cpus else 2)
+
+    def guarded(batch: pa.Table) -> pa.Table:
+        try:
+            return work(batch)
+        except Exception as error:  # Ray Data would try a failed task again without end
+            return pa.table({ERROR: [_portable(error)]})
+
     results = manifest.map_batches(
-        work,
+        guarded,
         batch_format="pyarrow",
         batch_size=None,
         num_cpus=num_cpus,
         compute=None if size is None else ray.data.TaskPoolStrategy(size=size),
     )
-    yield from results.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=1)
+    tables = results.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=1)
+    for table in cast(Iterator[pa.Table], tables):
+        if ERROR in table.column_names:
+            raise pickle.loads(table[ERROR][0].as_py())
+        yield table
 
 
 def ray_put(value: object) -> ray.ObjectRef:
@@ -118,20 +136,21 @@ def _start_ray() -> None:
             handler.setLevel(logging.ERROR)
 
 
-def _portable(error: Exception, slide: str) -> bytes:
+def _portable(error: Exception, slide: str = "") -> bytes:
     """The error as bytes that raise the same type elsewhere, with the slide in its text."""
     if isinstance(error, DecoError):
-        if slide not in str(error):
+        if slide not in str(error):  # never so without a slide
             error = type(error)(f"slide {slide}: {error}")
         return pickle.dumps(error.with_traceback(None))
     # a bug, not a matter of the user's: keep where it happened
-    error.add_note(f"in slide {slide}, in a worker:\n{''.join(traceback.format_exception(error))}")
+    place = f"in slide {slide}, " if slide else ""
+    error.add_note(f"{place}in a worker:\n{''.join(traceback.format_exception(error))}")
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
         return data
     except Exception:  # an exception that cannot travel
-        return pickle.dumps(StageError(f"slide {slide}: {type(error).__name__}: {error}"))
+        return pickle.dumps(StageError(f"{place}in a worker: {type(error).__name__}: {error}"))
 
 
 def blocks(cohort: Cohort, slide_ids: Sequence[str]) -> Iterator[list[str]]:

@@ -1,0 +1,140 @@
+"""Streams of bags: the manifest's order, the reader's own errors, a bounded memory, no CPU needed."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from deco_ray.cohort.schema import CohortMeta
+from deco_ray.cohort.store import Bag, Cohort
+from deco_ray.cohort.stream import blocks, map_bags, stream_bags
+from deco_ray.cohort.writer import CohortWriter, SlideFeatures
+from deco_ray.errors import CohortError, ModelError, StageError
+from deco_ray.keys import generator
+
+
+@pytest.fixture(scope="module")
+def wide_cohort(tmp_path_factory) -> Cohort:
+    """30 slides of 8 MB: more than half of the tests' object store."""
+    path = tmp_path_factory.mktemp("stream") / "wide"
+    with CohortWriter(path, CohortMeta(name="wide", classes=("a",), dim=512)) as writer:
+        for index in range(30):
+            features = np.full((4000, 512), 1.0, np.float32)
+            features[:, 0] = index + 1
+            writer.add(SlideFeatures(f"w{index}", "c", 0, features))
+    return Cohort.open(str(path))
+
+
+def unimportable(bag: Bag) -> dict[str, np.ndarray]:
+    """Workers cannot import this module, so this function does not reach them."""
+    return {}
+
+
+def test_bags_come_in_the_order_asked_for_with_repeats(ray_cluster, tiny_cohort, capsys):
+    ids = list(tiny_cohort.slides["slide_id"])
+    order = [ids[i] for i in generator(0, "order").integers(0, len(ids), 80)]
+    for slide, bag in zip(order, stream_bags(tiny_cohort, order), strict=True):
+        expected = tiny_cohort.bag(slide)
+        assert bag.slide_id == slide
+        assert bag.label == expected.label
+        assert torch.equal(bag.features, expected.features)
+        np.testing.assert_array_equal(bag.coords, expected.coords)
+        bag.features.zero_()  # a bag is the receiver's own
+    assert list(stream_bags(tiny_cohort, [])) == []
+    assert "Execution plan" not in "".join(capsys.readouterr())
+    levels = [h.level for h in logging.getLogger("ray.data").handlers if type(h).__name__ == "PlainRayHandler"]
+    assert levels
+    assert min(levels) >= logging.ERROR
+
+
+def test_functions_run_beside_the_read(ray_cluster, tiny_cohort):
+    def total(bag: Bag) -> dict[str, np.ndarray]:
+        return {"total": bag.features.sum(0).numpy(), "patches": np.array(len(bag.features))}
+
+    ids = list(tiny_cohort.slides["slide_id"])[::-1]
+    received = list(map_bags(tiny_cohort, ids, total))
+    assert [slide for slide, _ in received] == ids
+    for slide, arrays in received:
+        np.testing.assert_array_equal(arrays["total"], total(tiny_cohort.bag(slide))["total"])
+        assert arrays["patches"] == len(tiny_cohort.bag(slide).features)
+
+
+def test_blocks_depend_on_the_data_only(tiny_cohort, monkeypatch):
+    ids = list(tiny_cohort.slides["slide_id"])
+    found = list(blocks(tiny_cohort, ids))
+    assert [slide for block in found for slide in block] == ids
+    assert len(found) >= 8
+    with pytest.raises(CohortError, match="slide 'zzz' is not in cohort tiny"):
+        list(blocks(tiny_cohort, ["zzz"]))
+
+
+def test_errors_arrive_as_what_they_were_and_name_the_slide(ray_cluster, tiny_cohort):
+    ids = list(tiny_cohort.slides["slide_id"])
+
+    def refuse(bag: Bag) -> dict[str, np.ndarray]:
+        if bag.slide_id == ids[5]:
+            raise ModelError("the model has 8 dimensions, the bag 16")
+        return {}
+
+    seen = []
+    started = time.monotonic()
+    with pytest.raises(ModelError) as caught:
+        seen.extend(slide for slide, _ in map_bags(tiny_cohort, ids, refuse))
+    assert str(caught.value) == f"slide {ids[5]}: the model has 8 dimensions, the bag 16"
+    assert seen == ids[:5]  # what came before was delivered
+    assert time.monotonic() - started < 60  # not tried again and again
+
+    def bug(bag: Bag) -> dict[str, np.ndarray]:
+        return {"x": np.array([1 / 0])}
+
+    with pytest.raises(ZeroDivisionError) as crashed:
+        list(map_bags(tiny_cohort, ids[:2], bug))
+    assert f"in slide {ids[0]}" in crashed.value.__notes__[0]
+
+
+def test_a_function_that_does_not_reach_the_workers_is_told(ray_cluster, tiny_cohort):
+    with pytest.raises(StageError, match=r"cannot be loaded in a worker .*No module named 'test_stream'"):
+        list(map_bags(tiny_cohort, ["s0_000"], unimportable))
+
+
+def test_a_damaged_part_names_the_slide(ray_cluster, tmp_path):
+    with CohortWriter(tmp_path / "c", CohortMeta(name="c", classes=("a",), dim=4)) as writer:
+        for index in range(3):
+            writer.add(SlideFeatures(f"s{index}", "c", 0, np.ones((50, 4), np.float32)))
+    cohort = Cohort.open(tmp_path / "c")
+    part = tmp_path / "c" / "patches" / "part-00000.parquet"
+    part.write_bytes(part.read_bytes()[:500])
+    with pytest.raises(CohortError, match=r"^slide s0: cannot read .*part-00000.parquet"):
+        list(stream_bags(cohort, ["s0", "s1"]))
+
+
+def test_it_streams_inside_an_actor_that_holds_every_cpu(ray_cluster, tiny_cohort):
+    @ray_cluster.remote(num_cpus=4)
+    class Trial:
+        def run(self, cohort, ids):
+            return [bag.slide_id for bag in stream_bags(cohort, ids)]
+
+    ids = list(tiny_cohort.slides["slide_id"])
+    trial = Trial.remote()
+    try:
+        assert ray_cluster.get(trial.run.remote(tiny_cohort, ids), timeout=120) == ids
+    finally:
+        ray_cluster.kill(trial)
+
+
+def test_a_slow_reader_holds_the_stream_back(ray_cluster, wide_cohort):
+    """240 MB of bags through a reader that takes its time: the store never holds more than a few blocks."""
+    ids = list(wide_cohort.slides["slide_id"])
+    capacity = ray_cluster.cluster_resources()["object_store_memory"]
+    used = []
+    for index, bag in enumerate(stream_bags(wide_cohort, ids)):
+        assert bag.features[0, 0] == pytest.approx((index + 1) / np.sqrt((index + 1) ** 2 + 511), rel=1e-6)
+        if index % 5 == 0:
+            time.sleep(0.2)
+            used.append(capacity - ray_cluster.available_resources().get("object_store_memory", 0))
+    assert index == 29
+    assert max(used) < 200e6
