@@ -10,7 +10,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export RAY_DATA_DISABLE_PROGRESS_BARS ?= 1
 export MLFLOW_DISABLE_TELEMETRY ?= true
 
-.PHONY: setup demo test check bench ui fuzz chaos clean
+.PHONY: setup demo test browser check audit bench ui fuzz chaos clean
 
 setup: $(DONE)
 
@@ -22,19 +22,43 @@ $(DONE): pyproject.toml constraints.txt
 demo: setup
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deco-ray demo
 
-test: setup
+test: setup browser
 	$(BIN)/pytest tests
+
+# Pages are tested in a real browser; a machine without one, and without a way to get one, skips those tests.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; } || \
+	  echo "no Chromium here: the browser tests will be skipped"
 
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory audit
+
+# Known vulnerabilities of the pinned versions; skipped where the advisory data cannot be reached.
+audit: setup
+	@found=$$(timeout 60 $(BIN)/pip-audit --progress-spinner off --timeout 5 -r constraints.txt --no-deps --disable-pip 2>&1); \
+	code=$$?; \
+	if echo "$$found" | grep -q "^Found"; then echo "$$found"; exit 1; \
+	elif [ $$code -ne 0 ] || echo "$$found" | grep -q "could not be audited"; then echo "pip-audit: skipped, its advisory data cannot be reached from here"; \
+	else echo "pip-audit: no known vulnerabilities"; fi
 
 bench: setup
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_FLAGS) || exit 1; done
 
 ui: setup
 	$(BIN)/deco-ray ui
+
+# The bounded fuzz tests of `make test` with many more cases.
+fuzz: setup
+	DECO_RAY_FUZZ_EXAMPLES=50000 $(BIN)/pytest tests/unit/test_fuzz_readers.py tests/unit/test_fuzz_texts.py --timeout 36000
+
+# Random fault schedules against whole pipelines; every result must equal the calm run's bit for bit.
+chaos: setup
+	$(BIN)/python tests/faults/chaos.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

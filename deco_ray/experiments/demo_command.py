@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deco_ray.errors import DecoError
 
-START_PATIENCE_S = 60
+START_PATIENCE_S = 240
 
 
 def demo(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,8 @@ class Head:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 break
-            probe = [ray_program(), "job", "list", "--address", self.address]
+            # the API answers before the node's agent takes jobs: only a job that was taken shows that the head is up
+            probe = [ray_program(), "job", "submit", "--no-wait", "--address", self.address, "--", "true"]
             if subprocess.run(probe, env=self.env, capture_output=True, check=False).returncode == 0:
                 return
             time.sleep(0.5)

@@ -6,6 +6,7 @@ the finished artefact is logged whole from disk. What could not be logged is log
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from deco_ray.experiments.site import Site
 from deco_ray.experiments.stages import Stage, StageGraph, TrainStage
 from deco_ray.results.tracking import Tracker
 from deco_ray.results.tracking_run import RunHandle
+
+log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -27,7 +30,10 @@ class Recorder:
 
     def _work(self) -> None:
         while (task := self.waiting.get()) is not None:
-            task()
+            try:
+                task()
+            except Exception as error:  # tracking must never cost a training
+                log.warning("could not log to MLflow: %s; the next run of the same command tries again", error)
 
     def _child(self, stage: TrainStage) -> RunHandle:
         params = {

@@ -67,7 +67,7 @@ def run_stages(
             search_alg=StageSearcher(progress),
             num_samples=-1,
             reuse_actors=True,
-            max_concurrent_trials=None,
+            max_concurrent_trials=concurrency(place.resources),
         ),
         run_config=tune.RunConfig(
             name="stages",
@@ -86,12 +86,22 @@ def run_stages(
     return progress.failed
 
 
+def concurrency(resources: ResourceSection) -> int | None:
+    """A limit where Tune cannot count by itself: data-parallel workers are reserved by Ray Train, outside the trial."""
+    if resources.workers_per_run > 1:
+        return concurrent_runs(resources, ray.nodes())
+    return resources.max_concurrent
+
+
 def placement(stage: Stage, resources: ResourceSection) -> tune.PlacementGroupFactory:
-    """What a trial reserves; all its processes live inside, so Tune's count is the whole truth: no deadlock."""
+    """What a trial reserves; with one worker all of it lives inside, so Tune's count is the whole truth."""
     unit = {"CPU": resources.cpus_per_run} | ({"GPU": resources.gpus_per_run} if resources.gpus_per_run else {})
-    parts = resources.workers_per_run if isinstance(stage, TrainStage) else resources.scorers
-    # one part: the trial's own process does the work; more: it only leads and takes nothing itself
-    return tune.PlacementGroupFactory([unit] if parts == 1 else [{}, *[unit] * parts])
+    if isinstance(stage, ScoreStage) and resources.scorers > 1:
+        return tune.PlacementGroupFactory([{}, *[unit] * resources.scorers])  # the trial itself only leads
+    if isinstance(stage, TrainStage) and resources.workers_per_run > 1:
+        # Ray Train reserves its workers itself; the trial may hold no CPU, or the last run would wait for its own
+        return tune.PlacementGroupFactory([{"memory": 1}])
+    return tune.PlacementGroupFactory([unit])
 
 
 def run_stage(config: dict[str, Any], place: Workplace) -> None:

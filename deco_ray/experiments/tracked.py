@@ -71,8 +71,11 @@ def execute_tracked(
         told = list(dict.fromkeys([*told, *(f"{stage} failed: {why}" for stage, why in failures.items())]))
         report = _report(study, kind, title, told, sections, settings or {}, board)
         recorder.submit(lambda: _log(parent, study, report))
-    finally:
+    except BaseException as error:  # Ctrl-C and `ray job stop` included: the page must not say it still runs
         recorder.close()
+        parent.finish("FAILED" if isinstance(error, Exception) else "KILLED")
+        raise
+    recorder.close()
     parent.finish("FAILED" if failures else "FINISHED")
     return Tracked(report, told, failures)
 

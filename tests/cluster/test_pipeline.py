@@ -136,6 +136,13 @@ def test_a_plain_method_trains_one_model_a_seed(ray_cluster, tiny_cohort, tmp_pa
     assert 0 <= metrics["test"]["macro_f1"] <= 1
 
 
+def test_data_parallel_runs_do_not_wait_for_their_own_cpus(ray_cluster, tiny_cohort, tmp_path):
+    """Two workers of two CPUs each fill the cluster: the trial that leads them must hold none."""
+    settings = {"method": "meanpool", "resources.workers_per_run": 2, "resources.cpus_per_run": 2, "training.epochs": 1}
+    result = run_pipeline(tiny_config(tiny_cohort.uri, tmp_path, seeds=[0], **settings), Board(io.StringIO()))
+    assert result.failures == {}
+
+
 def test_a_missing_cohort_is_told_in_one_sentence(tmp_path):
     with pytest.raises(DecoError, match=r"no cohort at .*deco-ray ingest.*deco-ray synth"):
         run_pipeline(tiny_config(tmp_path / "nowhere", tmp_path / "runs"), Board(io.StringIO()))

@@ -1,0 +1,128 @@
+"""Real jobs on a real head node: submitted, uploaded, stopped; the same bits as a local run."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from pipeline_site import fingerprint, leftovers, tiny_config
+
+from deco_ray.experiments.board import Board
+from deco_ray.experiments.demo_command import Head, ray_program
+from deco_ray.experiments.pipeline import run_pipeline
+
+ROOT = Path(__file__).parents[2]
+JOB = ROOT / "jobs" / "full_pipeline.py"
+PATIENCE_S = 240
+
+
+@pytest.fixture(scope="module")
+def head():
+    with Head(cpus=2) as started:
+        yield started
+
+
+def submit(head, *arguments, options=()):
+    command = [ray_program(), "job", "submit", "--address", head.address, *options, "--", sys.executable, str(JOB)]
+    return subprocess.run(
+        [*command, *map(str, arguments)], env=head.env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+
+
+def write_config(path, config):
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return path
+
+
+def test_a_submitted_job_gives_the_bits_of_a_local_run(head, ray_cluster, tiny_cohort, tmp_path):
+    local = tiny_config(tiny_cohort.uri, tmp_path / "local", seeds=[0])
+    run_pipeline(local, Board(io.StringIO()))
+    config = tiny_config(tiny_cohort.uri, tmp_path / "job", seeds=[0])
+    done = submit(head, "--config", write_config(tmp_path / "job.yaml", config))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "DeCo final (abmil)" in done.stdout
+    assert fingerprint(config.storage) == fingerprint(local.storage)
+    assert len(fingerprint(config.storage)) == 4
+
+
+def test_bad_arguments_end_with_one_message_and_a_failed_job(head, tmp_path):
+    done = submit(head, "--set", "anchors.kk=3", "--set", f"storage={tmp_path}")
+    assert done.returncode == 1
+    assert "unknown key 'anchors.kk'; did you mean 'anchors.k'?" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_a_relative_path_in_an_uploaded_working_directory_is_refused_with_advice(head, tmp_path):
+    (tmp_path / "note.txt").write_text("uploaded")
+    done = submit(head, "--set", "cohort=somewhere", options=["--working-dir", str(tmp_path)])
+    assert done.returncode == 1
+    assert "runs from an uploaded copy" in done.stdout
+    assert "DECO_RAY_HOME" in done.stdout
+
+
+def test_relative_paths_mean_the_submitting_directory_when_it_is_named(head, tiny_cohort, tmp_path):
+    """The upload holds nothing of use: everything is found and written where DECO_RAY_HOME says."""
+    upload = tmp_path / "upload"
+    upload.mkdir()
+    (upload / "note.txt").write_text("uploaded")
+    config = tiny_config(tiny_cohort.uri, "runs", seeds=[0], method="meanpool")
+    environment = f'{{"env_vars": {{"DECO_RAY_HOME": "{tmp_path}"}}}}'
+    options = ["--working-dir", str(upload), "--runtime-env-json", environment]
+    done = submit(head, "--config", write_config(tmp_path / "job.yaml", config), options=options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(fingerprint(tmp_path / "runs")) == 1
+
+
+def test_a_stopped_job_leaves_no_actors_and_goes_on_later(head, tiny_cohort, tmp_path):
+    config = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], **{"judge_training.epochs": 400})
+    path = write_config(tmp_path / "job.yaml", config)
+    command = [ray_program(), "job", "submit", "--address", head.address, "--no-wait", "--submission-id", "to-stop"]
+    subprocess.run([*command, "--", sys.executable, str(JOB), "--config", str(path)], env=head.env, check=True)
+    deadline = time.monotonic() + PATIENCE_S
+    while not list(tmp_path.glob("runs/*/work/model-*/checkpoint.pt")):
+        assert time.monotonic() < deadline, "the judge never wrote a checkpoint"
+        time.sleep(0.1)
+    stop = [ray_program(), "job", "stop", "--address", head.address, "to-stop"]
+    subprocess.run(stop, env=head.env, check=True, capture_output=True)
+    assert actors_alive(head) == []
+    assert not fingerprint(config.storage).keys() & {"model"}
+    assert not [name for name in leftovers(config.storage) if name.endswith(".tmp")]
+    resumed = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], method="abmil", **{"training.epochs": 400})
+    done = submit(head, "--config", write_config(tmp_path / "again.yaml", resumed))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed" in done.stdout  # the judge is AB-MIL trained plainly: the same run, from its checkpoint
+
+
+def actors_alive(head) -> list[str]:
+    """Names of actors still alive once Ray has cleaned up after the driver."""
+    script = (
+        "import ray, time\n"
+        "from ray.util.state import list_actors\n"
+        f"ray.init(address='127.0.0.1:{head.port}', logging_level='error')\n"
+        "for _ in range(300):\n"
+        "    alive = [a.class_name for a in list_actors() if a.state == 'ALIVE']\n"
+        "    alive = [name for name in alive if 'JobSupervisor' not in name]\n"
+        "    if not alive: break\n"
+        "    time.sleep(0.2)\n"
+        "print('ALIVE', alive)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=head.env, capture_output=True, text=True, check=False)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("ALIVE"))
+    return eval(line.removeprefix("ALIVE "))
+
+
+def test_a_local_run_never_joins_a_ray_that_happens_to_run_here(head, tiny_cohort, tmp_path):
+    """Without RAY_ADDRESS the script starts its own Ray, even beside a head node."""
+    config = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], method="meanpool")
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment["RAY_TMPDIR"] = head.folder
+    command = [sys.executable, str(JOB), "--config", str(write_config(tmp_path / "job.yaml", config))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(fingerprint(config.storage)) == 1
