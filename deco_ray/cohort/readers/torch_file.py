@@ -47,11 +47,12 @@ def read(path: Path) -> RawSlide:
 
 
 def load(path: Path) -> Any:
-    if _bare_pickle(path):
+    head = _head(path)
+    if head.startswith(b"\x80") and OLD_FORMAT not in head:  # neither torch's zip archive nor its older stream
         return pickled_array.load(path)
     try:
         with torch.serialization.safe_globals(ARRAYS):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=head.startswith(b"PK"))
     except pickle.UnpicklingError as error:
         names = re.findall(r"GLOBAL ([\w.]+)", str(error))
         raise Unreadable(
@@ -63,14 +64,12 @@ def load(path: Path) -> Any:
         raise Unreadable(f"truncated or not a PyTorch file ({first})") from error
 
 
-def _bare_pickle(path: Path) -> bool:
-    """Neither torch's zip archive nor its older stream, which opens with a number of its own."""
+def _head(path: Path) -> bytes:
     try:
         with open(path, "rb") as file:
-            head = file.read(32)
+            return file.read(32)
     except OSError as error:
         raise Unreadable(f"cannot be opened ({error.strerror})") from error
-    return head.startswith(b"\x80") and OLD_FORMAT not in head
 
 
 def _features_of(content: dict) -> Any:
