@@ -63,7 +63,7 @@ def run(cohort: str, storage: Path, faults: list[dict[str, Any]], nodes: int = 0
             continue
         if done.returncode != 0:
             raise SystemExit(f"the pipeline ended with {done.returncode}:\n{done.stderr[-4000:]}")
-        told = json.loads(done.stdout.splitlines()[-1])
+        told = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
         if told["failures"] or told["error"]:
             raise SystemExit(f"stages failed: {told['failures']} {told['error']}")
         return killed, struck
