@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deco_ray.errors import DecoError
 
-START_PATIENCE_S = 240
+START_PATIENCE_S = 90
 
 
 def demo(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +54,7 @@ class Head:
     def __enter__(self) -> Head:
         command = [ray_program(), "start", "--head", "--block", f"--port={self.port}", "--node-ip-address=127.0.0.1"]
         command += [f"--dashboard-port={self.dashboard}", "--dashboard-host=127.0.0.1", f"--temp-dir={self.folder}"]
+        command += [f"--dashboard-agent-listen-port={free_port()}"]  # its default is taken by any other Ray here
         command += [f"--num-cpus={self.cpus}"] if self.cpus else []
         ensure_token(self.env)
         self.log = open(Path(self.folder) / "head.log", "w")
@@ -67,16 +68,19 @@ class Head:
 
     def _wait(self) -> None:
         deadline = time.monotonic() + START_PATIENCE_S
+        answer = ""
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 break
             # the API answers before the node's agent takes jobs: only a job that was taken shows that the head is up
             probe = [ray_program(), "job", "submit", "--no-wait", "--address", self.address, "--", "true"]
-            if subprocess.run(probe, env=self.env, capture_output=True, check=False).returncode == 0:
+            done = subprocess.run(probe, env=self.env, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
                 return
+            answer = (done.stdout + done.stderr).strip()[-600:]
             time.sleep(0.5)
-        tail = (Path(self.folder) / "head.log").read_text()[-1500:]
-        raise DecoError(f"the Ray head did not start within {START_PATIENCE_S} s; its last words:\n{tail}")
+        tail = (Path(self.folder) / "head.log").read_text()[-600:]
+        raise DecoError(f"the Ray head takes no jobs after {START_PATIENCE_S} s.\nIt said: {tail}\nAnd to a job: {answer}")
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
