@@ -23,7 +23,7 @@ demo: setup
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deco-ray demo
 
 test: setup browser
-	$(BIN)/pytest tests
+	$(BIN)/pytest
 
 # Pages are tested in a real browser; a machine without one, and without a way to get one, skips those tests.
 browser:
