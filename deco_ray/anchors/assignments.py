@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from deco_ray.anchors.artefact import Anchors
+from deco_ray.anchors.artefact import AnchorError, Anchors
 from deco_ray.cohort.store import Bag
 
 FILE = "assignments.parquet"
@@ -53,7 +53,7 @@ def write_assignments(folder: Path, k: int, slides: Iterable[tuple[str, int, np.
 
 def load_assignments(folder: str | Path) -> dict[str, np.ndarray]:
     """Training slide -> anchor of each patch, int16 [N], patches in the cohort's order."""
-    table = pq.read_table(Path(folder) / FILE, columns=["slide_id", "assignment"])
+    table = _read(folder, ["slide_id", "assignment"])
     return {
         slide: np.frombuffer(content.as_buffer(), "<i2")
         for slide, content in zip(table["slide_id"].to_pylist(), table["assignment"])
@@ -62,8 +62,16 @@ def load_assignments(folder: str | Path) -> dict[str, np.ndarray]:
 
 def load_counts(folder: str | Path) -> tuple[pd.DataFrame, pd.Series]:
     """Patches per slide (index) and anchor (columns 0 to K-1), and the label of each slide."""
-    table = pq.read_table(Path(folder) / FILE, columns=["slide_id", "label", "counts"])
+    table = _read(folder, ["slide_id", "label", "counts"])
     slides = pd.Index(table["slide_id"].to_pylist(), name="slide_id")
     flat = table["counts"].combine_chunks().flatten().to_numpy()
     counts = pd.DataFrame(flat.reshape(len(slides), -1), index=slides)
     return counts, pd.Series(table["label"].to_numpy(), index=slides, name="label")
+
+
+def _read(folder: str | Path, columns: list[str]) -> pa.Table:
+    path = Path(folder) / FILE
+    try:
+        return pq.read_table(path, columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        raise AnchorError(f"cannot read {path}: {error}; remove its folder and run the anchors stage again") from error

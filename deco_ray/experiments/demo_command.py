@@ -80,7 +80,9 @@ class Head:
             answer = (done.stdout + done.stderr).strip()[-600:]
             time.sleep(0.5)
         tail = (Path(self.folder) / "head.log").read_text()[-600:]
-        raise DecoError(f"the Ray head takes no jobs after {START_PATIENCE_S} s.\nIt said: {tail}\nAnd to a job: {answer}")
+        raise DecoError(
+            f"the Ray head takes no jobs after {START_PATIENCE_S} s.\nIt said: {tail}\nAnd to a job: {answer}"
+        )
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()

@@ -237,12 +237,12 @@ def differences(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any
 class Teller(tune.Callback):
     """One line per finished trial."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board | None) -> None:
         self.board = board
         self.count = 0
 
     def __reduce__(self) -> tuple:
-        return Teller, (Board(),)  # pickled for a restore that is never asked for
+        return Teller, (None,)  # pickled for a restore that is never asked for; a board holds an open stream
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         result = trial.last_result or {}
@@ -255,4 +255,5 @@ class Teller(tune.Callback):
             result.get("failure")
             or f"val macro-F1 {100 * result.get(METRIC, 0):.1f} % after {result.get('step')} epochs"
         )
-        self.board.say(f"[trial {self.count}] {settings}: {outcome}")
+        if self.board is not None:
+            self.board.say(f"[trial {self.count}] {settings}: {outcome}")

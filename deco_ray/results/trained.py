@@ -136,14 +136,18 @@ def fetch(uri: str, storage: Path, target: Path) -> Path:
         except ConnectionError as error:
             raise DecoError(f"MLflow at {redact(store)} does not answer: {error}") from error
     with _environment(MLFLOW_TRACKING_URI=store, **QUIET):
-        from mlflow.artifacts import download_artifacts
+        import mlflow
         from mlflow.exceptions import MlflowException
 
+        before = mlflow.get_tracking_uri()
+        mlflow.set_tracking_uri(store)  # one set earlier in this process would win over the environment
         try:
             target.mkdir(parents=True, exist_ok=True)
-            folder = Path(download_artifacts(artifact_uri=uri, dst_path=str(target)))
+            folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(target)))
         except (MlflowException, OSError, ValueError) as error:
             raise ModelError(f"MLflow has no model {uri}: {redact(str(error).splitlines()[0])}") from error
+        finally:
+            mlflow.set_tracking_uri(before)
     found = sorted(folder.rglob(FACTS))
     if len(found) != 1:
         raise ModelError(

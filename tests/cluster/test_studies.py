@@ -22,7 +22,7 @@ from deco_ray.experiments.varied import add_varied
 
 
 def write(path, tree):
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
     return str(path)
 
 
