@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -72,11 +73,15 @@ class RunHandle:
             self.write(write)
 
     def log_epochs(self, rows: Sequence[Mapping[str, Any]] | pd.DataFrame, step_key: str = EPOCH) -> None:
-        """Epoch curves, as `epochs/<name>`; only rows newer than what MLflow has: a resume doubles no point."""
+        """Epoch curves, as `epochs/<name>`; only rows that follow what MLflow has: a resume doubles and skips no point.
+
+        Epochs count from 0. After a gap (a killed driver took reports with it) nothing is written: the finished
+        run's history holds every epoch and closes it.
+        """
         records: Any = rows if isinstance(rows, Sequence) else rows.to_dict("records")
 
         def write(client: Any) -> None:
-            last = self._metrics.get(EPOCH, -math.inf)
+            last = int(self._metrics.get(EPOCH, -1))
             history: dict[int, dict[str, Any]] = {}
             for row in sorted(records, key=lambda row: row[step_key]):
                 step = int(row[step_key])
@@ -86,7 +91,8 @@ class RunHandle:
             for name in {name for row in history.values() for name in row} - set(self._metrics):
                 old = [_metrics({name: row.get(name)}, step) for step, row in history.items() if step <= last]
                 self._log(client, old)
-            self._log(client, [_metrics(row, step) for step, row in history.items() if step > last])
+            new = itertools.takewhile(history.__contains__, itertools.count(last + 1))
+            self._log(client, [_metrics(history[step], step) for step in new])
 
         if records:
             self.write(write)
