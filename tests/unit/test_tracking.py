@@ -124,6 +124,18 @@ def test_a_resumed_curve_goes_on_and_never_doubles(open_tracker):
     assert curve(resumed, child.run_id, "auc") == []
 
 
+def test_epochs_lost_with_a_killed_driver_are_made_up_for(open_tracker):
+    """Live reports after a gap are held back: written, they would keep the missing epochs out for good."""
+    rows = [{"epoch": epoch, "loss": 1.0} for epoch in range(5)]
+    tracker = open_tracker()
+    child = tracker.child(tracker.parent("p", "pipeline", "gap"), "final", "gap1")
+    child.log_epochs([rows[0]])
+    child.log_epochs([rows[3]])
+    assert curve(tracker, child.run_id, "loss") == [0]
+    child.log_epochs(rows)
+    assert curve(tracker, child.run_id, "loss") == list(range(5))
+
+
 def test_columns_that_live_reports_left_out_are_filled_in(open_tracker):
     tracker = open_tracker()
     run = tracker.parent("p", "pipeline", "d0")
