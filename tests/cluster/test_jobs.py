@@ -78,7 +78,7 @@ def test_an_uploaded_working_directory_needs_to_know_where_it_came_from(head, ti
 
 
 def test_a_stopped_job_leaves_no_actors_and_goes_on_later(head, tiny_cohort, tmp_path):
-    config = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], **{"judge_training.epochs": 150})
+    config = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], **{"judge_training.epochs": 250})
     path = write_config(tmp_path / "job.yaml", config)
     command = [ray_program(), "job", "submit", "--address", head.address, "--no-wait", "--submission-id", "to-stop"]
     subprocess.run([*command, "--", sys.executable, str(JOB), "--config", str(path)], env=head.env, check=True)
@@ -91,7 +91,7 @@ def test_a_stopped_job_leaves_no_actors_and_goes_on_later(head, tiny_cohort, tmp
     assert trials_alive(head) == []
     assert not fingerprint(config.storage).keys() & {"model"}
     assert not [name for name in leftovers(config.storage) if name.endswith(".tmp")]
-    resumed = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], method="abmil", **{"training.epochs": 150})
+    resumed = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], method="abmil", **{"training.epochs": 250})
     done = submit(head, "--config", write_config(tmp_path / "again.yaml", resumed))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed" in done.stdout  # the judge is AB-MIL trained plainly: the same run, from its checkpoint
