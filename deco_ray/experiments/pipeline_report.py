@@ -74,9 +74,7 @@ class Album:
 def write_tables(folder: Path, tables: Mapping[str, Table]) -> None:
     """Each table as Markdown, CSV and LaTeX, to be put into a paper."""
     for name, table in tables.items():
-        write_atomically(folder / "tables" / f"{name}.md", table.markdown())
-        write_atomically(folder / "tables" / f"{name}.csv", table.csv())
-        write_atomically(folder / "tables" / f"{name}.tex", table.latex())
+        table.save(folder / "tables", name)
 
 
 def results_section(

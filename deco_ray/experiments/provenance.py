@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from deco_ray.experiments.methods import Run
 from deco_ray.experiments.outcome import model_folder, read_metrics
 from deco_ray.experiments.site import Site
 from deco_ray.results.redact import redact, redact_tree
+from deco_ray.results.tracking import git_commit
 
 LIBRARIES = ("torch", "ray", "faiss-cpu", "mlflow", "pyarrow", "numpy", "scikit-learn")
 
@@ -24,7 +24,7 @@ LIBRARIES = ("torch", "ray", "faiss-cpu", "mlflow", "pyarrow", "numpy", "scikit-
 def provenance(site: Site) -> dict[str, Any]:
     return {
         "deco_ray": deco_ray.__version__,
-        "git commit": git_commit(),
+        "git commit": git_commit(Path(deco_ray.__file__).parent) or "unknown",
         "cohort": redact(site.cohort.uri),
         "cohort checksum": site.cohort.checksum,
         "encoder": site.cohort.meta.encoder or "not stated",
@@ -32,18 +32,6 @@ def provenance(site: Site) -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         **{name: importlib.metadata.version(name) for name in LIBRARIES},
     }
-
-
-def git_commit() -> str:
-    """Of the code that runs, if it runs from a checkout."""
-    folder = Path(deco_ray.__file__).parent
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return found.stdout.strip() or "unknown"
 
 
 def config_yaml(config: Config) -> str:

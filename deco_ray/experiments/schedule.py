@@ -213,9 +213,3 @@ class Announcer(tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         self._tell("failed", trial, "its process died too often; see the Ray logs of its node")
-
-
-def describe_cluster(resources: ResourceSection) -> str:
-    total = ray.cluster_resources()
-    shape = f"{len(ray.nodes())} node(s), {total.get('CPU', 0):g} CPUs, {total.get('GPU', 0):g} GPUs"
-    return f"{shape}: {concurrent_runs(resources, ray.nodes())} run(s) side by side"
