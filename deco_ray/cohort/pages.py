@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from torch import Tensor
 
 COLUMNS = ("x", "y", "feature")
 DATA_PAGE = 0
@@ -29,6 +30,7 @@ class Part:
         if missing:
             raise ValueError(f"no column {', '.join(missing)}")
         self.index = {name: names.index(name) for name in COLUMNS}
+        self.lengths: dict[int, Tensor] = {}  # of each row group's features, once somebody needed them
 
     def patches(self, row_group: int, dim: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
         """Features [N, dim] as stored (read-only) and coordinates int64 [N, 2] if the source had any."""

@@ -78,8 +78,8 @@ class Cohort:
     def bag(self, slide_id: str) -> Bag:
         """The slide's patches in the order they were stored."""
         _, part, row_group, label = self._place(slide_id)
-        features, coords = self._patches(str(slide_id), part, row_group)
-        return Bag(str(slide_id), unit_rows(features), coords, label)
+        features, lengths, coords = self._patches(str(slide_id), part, row_group)
+        return Bag(str(slide_id), unit_rows(features, lengths), coords, label)
 
     def bags(self, slide_ids: Sequence[str]) -> Iterator[Bag]:
         """Bags in the given order, read one after another in this process."""
@@ -97,10 +97,14 @@ class Cohort:
             raise CohortError(f"slide {slide_id!r} is not in cohort {self.name} at {shown(self.uri)}")
         return place
 
-    def _patches(self, slide_id: str, part: int, row_group: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Features [N, d] as stored (a view of the file where it can be mapped) and coordinates [N, 2]."""
+    def _patches(self, slide_id: str, part: int, row_group: int) -> tuple[np.ndarray, Tensor, np.ndarray | None]:
+        """Features [N, d] as stored (a view of the file where it can be mapped), their lengths, coordinates [N, 2]."""
         try:
-            return open_part(self.uri, part, self._stamp(part)).patches(row_group, self.meta.dim, self.meta.dtype)
+            opened = open_part(self.uri, part, self._stamp(part))
+            features, coords = opened.patches(row_group, self.meta.dim, self.meta.dtype)
+            if row_group not in opened.lengths:  # a slide is read again every epoch; its lengths are the same
+                opened.lengths[row_group] = lengths_of(features)
+            return features, opened.lengths[row_group], coords
         except (OSError, ValueError, IndexError, pa.ArrowException) as error:
             raise CohortError(
                 f"slide {slide_id}: cannot read {shown(self.uri)}/{part_name(part)}, row group {row_group}: {error}; "
@@ -162,11 +166,16 @@ def open_part(uri: str, part: int, stamp: str) -> Part:
     return Part(filesystem.open_input_file(path))
 
 
-def unit_rows(features: np.ndarray) -> Tensor:
+def lengths_of(features: np.ndarray) -> Tensor:
+    """Euclidean length of each row in float32, [N, 1]."""
+    return torch.linalg.vector_norm(torch.from_numpy(features), dim=1, keepdim=True, dtype=torch.float32)
+
+
+def unit_rows(features: np.ndarray, lengths: Tensor | None = None) -> Tensor:
     """Float32 rows of unit length (Eq. 1) in memory of their own; ingest refused all-zero rows."""
     # NumPy asks for huge pages where torch's own allocator takes a page fault every 4 kB
     rows = torch.from_numpy(np.empty(features.shape, np.float32))
     given = torch.from_numpy(features)
     if given.dtype != torch.float32:
         given = rows.copy_(given)
-    return torch.div(given, torch.linalg.vector_norm(given, dim=1, keepdim=True), out=rows)
+    return torch.div(given, lengths_of(features) if lengths is None else lengths, out=rows)

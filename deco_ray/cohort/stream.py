@@ -90,7 +90,10 @@ def run_blocks(
     num_cpus: float = 1.0,
     concurrency: int | None = None,
 ) -> Iterator[pa.Table]:
-    """`work` of every table as one Ray Data task each; results in order, at most a few held in memory."""
+    """`work` of every table as one Ray Data task each; results in order.
+
+    With a `concurrency` the tasks run only so far ahead of the caller; without it results should be small.
+    """
     given = list(tables)
     if not given:
         return
@@ -99,6 +102,9 @@ def run_blocks(
     manifest = ray.data.from_blocks(given)
     manifest.context.execution_options.preserve_order = True
     manifest.context.enable_progress_bars = False  # ours counts slides
+    # the budgets that hold tasks back begin at nothing and are asked for once a second: until then one task runs
+    # at a time, however many CPUs are free. Small results need no holding back.
+    manifest.context.op_resource_reservation_enabled = concurrency is not None
     # tasks without a CPU request would otherwise all start at once
     size = concurrency if concurrency is not None else (None if num_cpus else 2)
 

@@ -144,11 +144,16 @@ class Tracker:
 
     def _create(self, client: Any, name: str, tags: dict[str, str]) -> str:
         from mlflow.entities import Dataset, DatasetInput
+        from mlflow.exceptions import MlflowException
 
         run_id = client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
         source = json.dumps({"uri": redact(self.cohort.uri)})
         dataset = Dataset(self.cohort.name, self.cohort.checksum[:36] or "none", "cohort", source)
-        client.log_inputs(run_id, [DatasetInput(dataset, [])])
+        inputs = [DatasetInput(dataset, [])]
+        try:
+            client.log_inputs(run_id, inputs)
+        except MlflowException:  # another driver added the same dataset meanwhile: now it is found, not added
+            client.log_inputs(run_id, inputs)
         return run_id
 
     def _provenance(self) -> dict[str, str]:
