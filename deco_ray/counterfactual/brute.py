@@ -19,7 +19,7 @@ from deco_ray.counterfactual.outcomes import Outcomes, anchor_means
 from deco_ray.counterfactual.row_layers import first_row_layers, substituted
 from deco_ray.models.protocol import Aggregator
 
-CPU_BATCH_PATCHES = 1024  # beyond this a batch leaves the cache of a core and is slower than one by one
+CPU_BATCH_PATCHES = 256  # beyond this, calling layer by layer costs a core nothing and a batch only leaves its cache
 
 
 def brute_outcomes(
