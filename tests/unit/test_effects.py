@@ -298,7 +298,7 @@ def test_row_wise_layers_of_the_bag_are_found_and_given_back():
 
 def test_batches_respect_the_memory_cap():
     assert batch_size(64, 4000, 10, 10_000, cuda=False) == 1
-    assert batch_size(64, 20, 10, 10_000, cuda=False) == 10
+    assert batch_size(64, 20, 10, 10_000, cuda=False) == 12
     assert batch_size(64, 100, 5000, 10_000, cuda=False) == 2
     assert batch_size(64, 4000, 10, 10_000, cuda=True) == 64
     assert batch_size(64, 4000, 10**9, 10_000, cuda=True) == 1
