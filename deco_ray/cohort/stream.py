@@ -159,13 +159,13 @@ def _portable(error: Exception, slide: str = "") -> bytes:
         return pickle.dumps(StageError(f"{place}in a worker: {type(error).__name__}: {error}"))
 
 
-def blocks(cohort: Cohort, slide_ids: Sequence[str]) -> Iterator[list[str]]:
-    """Consecutive slides grouped to about BLOCK_BYTES of features; borders depend on the data only."""
+def blocks(cohort: Cohort, slide_ids: Sequence[str], least: int = LEAST_BLOCKS) -> Iterator[list[str]]:
+    """Consecutive slides in `least` groups or more of at most about BLOCK_BYTES; borders depend on the data only."""
     sizes = dict(zip(cohort.slides["slide_id"], (cohort.slides["n_patches"] * cohort.dim * 4).tolist()))
     unknown = [slide for slide in slide_ids if slide not in sizes]
     if unknown:
         raise CohortError(f"slide {unknown[0]!r} is not in cohort {cohort.name}")
-    limit = min(BLOCK_BYTES, sum(sizes[slide] for slide in slide_ids) / LEAST_BLOCKS)
+    limit = min(BLOCK_BYTES, sum(sizes[slide] for slide in slide_ids) / least)
     block: list[str] = []
     total = 0
     for slide in slide_ids:

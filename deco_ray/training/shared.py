@@ -97,7 +97,7 @@ def load_features(cohort: Cohort, slide_ids: Sequence[str]) -> SharedFeatures:
     refs: list[Any] = []
     slides: list[list[tuple[str, int]]] = []
     unfinished: list[Any] = []
-    for block in blocks(cohort, slide_ids):
+    for block in blocks(cohort, slide_ids, least=1):  # reading is quick, starting another process is not
         if len(unfinished) == IN_FLIGHT:
             _, unfinished = ray.wait(unfinished, fetch_local=False)
         refs.append(read.remote(shared_cohort, block))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -52,7 +54,11 @@ class RunSpec(Section):
         return self
 
     def inputs(self) -> dict[str, Any]:
-        return {"engine": ENGINE, **self.model_dump(mode="json", exclude={"stage"})}
+        inputs = {"engine": ENGINE, **self.model_dump(mode="json", exclude={"stage"})}
+        # what a file holds decides the numbers, not what it is called
+        paths = {name: Path(value) for name, value in self.model.options.items() if isinstance(value, str)}
+        files = {name: sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}
+        return {**inputs, "files": files} if files else inputs
 
     @property
     def digest(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import functools
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from deco_ray.cohort import Cohort, ingest, ingestion, parts
+from deco_ray.cohort import Cohort, ingest, ingestion, parts, stream
 from deco_ray.cohort.ingest_command import main
 from deco_ray.cohort.splits import load_split
 from deco_ray.errors import CohortError
@@ -112,6 +113,17 @@ def test_two_runs_and_any_resume_give_the_same_bytes(tmp_path, monkeypatch):
     assert (tmp_path / "b" / "patches" / "part-00000.parquet").stat().st_ino == inode  # taken up, not written again
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert not work.exists()
+
+
+def test_the_number_of_workers_changes_no_byte(tmp_path, monkeypatch):
+    source = clam_folder(tmp_path / "in")
+    monkeypatch.setattr(parts, "LEAST_BYTES", 1)  # several parts of a few slides
+    ingest(source, tmp_path / "many" / "cohort")
+    monkeypatch.setattr(stream, "run_blocks", functools.partial(stream.run_blocks, concurrency=1))
+    ingest(source, tmp_path / "one" / "cohort")
+    many = contents(tmp_path / "many")
+    assert len([name for name in many if "part-" in name]) == parts.LEAST_PARTS
+    assert many == contents(tmp_path / "one")
 
 
 def test_every_problem_of_a_folder_is_told_at_once_and_nothing_is_written(tmp_path):

@@ -77,24 +77,39 @@ def test_an_uploaded_working_directory_needs_to_know_where_it_came_from(head, ti
     assert len(fingerprint(tmp_path / "runs")) == 1
 
 
-def test_a_stopped_job_leaves_no_actors_and_goes_on_later(head, tiny_cohort, tmp_path):
-    config = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], **{"judge_training.epochs": 250})
+def test_a_killed_and_then_stopped_job_leaves_no_actors_and_goes_on_later(head, tiny_cohort, tmp_path):
+    config = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], **{"judge_training.epochs": 400})
     path = write_config(tmp_path / "job.yaml", config)
-    command = [ray_program(), "job", "submit", "--address", head.address, "--no-wait", "--submission-id", "to-stop"]
-    subprocess.run([*command, "--", sys.executable, str(JOB), "--config", str(path)], env=head.env, check=True)
-    deadline = time.monotonic() + PATIENCE_S
-    while not list(tmp_path.glob("runs/*/work/model-*/checkpoint.pt")):
-        assert time.monotonic() < deadline, "the judge never wrote a checkpoint"
-        time.sleep(0.1)
-    stop = [ray_program(), "job", "stop", "--address", head.address, "to-stop"]
-    subprocess.run(stop, env=head.env, check=True, capture_output=True)
-    assert trials_alive(head) == []
-    assert not fingerprint(config.storage).keys() & {"model"}
-    assert not [name for name in leftovers(config.storage) if name.endswith(".tmp")]
-    resumed = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], method="abmil", **{"training.epochs": 250})
+    for name, end in (("to-kill", kill_driver), ("to-stop", stop_job)):
+        submitted = time.time()
+        command = [ray_program(), "job", "submit", "--address", head.address, "--no-wait", "--submission-id", name]
+        subprocess.run([*command, "--", sys.executable, str(JOB), "--config", str(path)], env=head.env, check=True)
+        deadline = time.monotonic() + PATIENCE_S
+        while not [p for p in tmp_path.glob("runs/*/work/model-*/checkpoint.pt") if p.stat().st_mtime > submitted]:
+            assert time.monotonic() < deadline, "the judge never wrote a checkpoint"
+            time.sleep(0.1)
+        end(head, name, path)
+        assert trials_alive(head) == []
+        assert not [kind for kind in fingerprint(config.storage) if kind.startswith("model/")]
+        assert not [name for name in leftovers(config.storage) if name.endswith(".tmp")]
+    resumed = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], method="abmil", **{"training.epochs": 400})
     done = submit(head, "--config", write_config(tmp_path / "again.yaml", resumed))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed" in done.stdout  # the judge is AB-MIL trained plainly: the same run, from its checkpoint
+
+
+def stop_job(head, name: str, config: Path) -> None:
+    stop = [ray_program(), "job", "stop", "--address", head.address, name]
+    subprocess.run(stop, env=head.env, check=True, capture_output=True)
+
+
+def kill_driver(head, name: str, config: Path) -> None:
+    """SIGKILL to the script itself, which has no chance to clean up after itself."""
+    for process in psutil.Process(head.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline()[:2] == [sys.executable, str(JOB)] and str(config) in process.cmdline():
+                return process.kill()
+    raise AssertionError("the job's driver was not found")
 
 
 def trials_alive(head) -> list[str]:

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ProcessPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from servers import PATIENCE_S, answers, free_port, running
 from deco_ray.cohort.store import Cohort
 from deco_ray.config import TrackingSection
 from deco_ray.results.mlflow_model import ServedModel
-from deco_ray.results.tracking import Tracker
+from deco_ray.results.tracking import HTTP_PATIENCE, Tracker
 from deco_ray.results.ui import check_port, server_command
 
 
@@ -93,6 +95,38 @@ def test_a_server_that_dies_loses_nothing(store, tiny_cohort, tmp_path, caplog):
         points = tracker.call(lambda client: client.get_metric_history(child.run_id, "epochs/train_loss"))
         assert [point.step for point in points] == list(range(6))
         assert open_child()[1].complete
+
+
+def test_a_server_that_stops_answering_costs_seconds(tiny_cohort, tmp_path, caplog, monkeypatch):
+    """It is up when asked for its health, and answers nothing else."""
+    for name in HTTP_PATIENCE:
+        monkeypatch.setenv(name, "1")
+    over = threading.Event()
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/health":
+                over.wait(PATIENCE_S)
+            self.send_response(200)
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        section = TrackingSection(uri=f"http://127.0.0.1:{server.server_port}")
+        begun = time.monotonic()
+        run = Tracker.open(section, tmp_path, tiny_cohort).parent("slow", "pipeline", "d")
+        run.log_epochs([{"epoch": 0, "train_loss": 1.0}])
+        run.finish()
+        assert time.monotonic() - begun < 30
+        over.set()
+        server.shutdown()
+    assert not run.complete
+    assert len([record for record in caplog.records if "run the same command again" in record.getMessage()]) == 1
 
 
 def test_the_pages_end_with_their_command(store, tmp_path):

@@ -52,3 +52,14 @@ def test_deco_needs_its_section_and_plain_has_none():
         make(kind="deco")
     with pytest.raises(ValidationError, match="deco"):
         make(deco=DecoSpec(contributions="t", anchors="a"))
+
+
+def test_a_file_named_by_an_option_counts_by_what_it_holds(tmp_path):
+    path = tmp_path / "texts.npy"
+    model = ModelSection(name="mde", options={"text_embeddings": str(path)})
+    digests = [make(model=model).digest]
+    for content in (b"one", b"two", b"one"):
+        path.write_bytes(content)
+        digests.append(make(model=model).digest)
+    assert len(set(digests)) == 3
+    assert digests[1] == digests[3]
