@@ -30,6 +30,7 @@ def tiny_config(cohort: str, storage: Path | str, **settings) -> Config:
             "training.epochs": 2,
             "tracking.enabled": False,
             "report.heatmaps": 1,
+            "report.pdf": False,
             **settings,
         },
     )

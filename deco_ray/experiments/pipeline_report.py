@@ -61,14 +61,15 @@ def pipeline_sections(
 
 
 class Album:
-    """Figures of a report, each also saved as PNG and PDF."""
+    """Figures of a report, each also saved as PNG and, if wanted, as PDF."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, pdf: bool = True) -> None:
+        self.folder, self.pdf = folder, pdf
 
     def picture(self, figure: Figure, name: str, caption: str) -> Picture:
-        path = save_figure(figure, self.folder, name)
-        return Picture(path, caption, files=(f"figures/{name}.png", f"figures/{name}.pdf"))
+        path = save_figure(figure, self.folder, name, self.pdf)
+        kinds = ("png", "pdf") if self.pdf else ("png",)
+        return Picture(path, caption, files=tuple(f"figures/{name}.{kind}" for kind in kinds))
 
 
 def write_tables(folder: Path, tables: Mapping[str, Table]) -> None:

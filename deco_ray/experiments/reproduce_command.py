@@ -100,7 +100,7 @@ def analysis_section(plan: Plan, name: str, analysis: str, cohort: str, figures:
         return Section(f"{name}: {cohort}", [Text("No run finished.")])
     site = plan.study.sites[runs[0].site]
     if analysis == "longtail":
-        found = longtail_section(site, runs, Album(figures.folder / cohort), folder / cohort)
+        found = longtail_section(site, runs, Album(figures.folder / cohort, figures.pdf), folder / cohort)
         return Section(f"Nested long tail: {cohort} ({name})", found.blocks)
     blocks: list[Block] = [
         Picture(picture, slide)

@@ -92,12 +92,13 @@ def _report(
     site = next(iter(study.sites.values()))
     done = finished(study.runs, study.sites)
     runs = [[run.method, run.setting, run.seed, run.model] for run in done]
-    inputs = {"layout": LAYOUT, "kind": kind, "title": title, "runs": runs, "notes": notes, **settings}
+    pdf = study.base.report.pdf
+    inputs = {"layout": LAYOUT, "kind": kind, "title": title, "runs": runs, "notes": notes, "pdf": pdf, **settings}
     key = digest(inputs)
     reused, begun = site.store.exists(REPORT, key), time.monotonic()
     if not reused:
         with site.store.writing(REPORT, key, inputs) as folder:
-            body = sections(Album(folder / "figures"), folder)
+            body = sections(Album(folder / "figures", pdf), folder)
             page = folder / "report.html"
             build_report(page, title, body, provenance(site), config_yaml(study.base), notes, subtitle=subtitle(study))
             results_frame(done, study.sites).to_parquet(folder / RESULTS, index=False)

@@ -101,9 +101,10 @@ def pdf_bytes(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def save_figure(figure: Figure, folder: str | Path, name: str) -> Path:
-    """Write <name>.png (200 dpi) and <name>.pdf into the folder; returns the PNG's path."""
+def save_figure(figure: Figure, folder: str | Path, name: str, pdf: bool = True) -> Path:
+    """Write <name>.png (200 dpi) and, if asked for, <name>.pdf into the folder; returns the PNG's path."""
     path = Path(folder) / f"{name}.png"
     write_atomically(path, png_bytes(figure))
-    write_atomically(path.with_suffix(".pdf"), pdf_bytes(figure))
+    if pdf:
+        write_atomically(path.with_suffix(".pdf"), pdf_bytes(figure))
     return path

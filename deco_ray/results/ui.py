@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deco_ray.errors import DecoError
-from deco_ray.results.tracking import DATABASE
+from deco_ray.results.tracking import ARTIFACTS, DATABASE
 
 HOST = "127.0.0.1"  # the pages have no password
 
@@ -28,6 +28,8 @@ def server_command(storage: str | Path, host: str = HOST, port: int = 5000) -> l
         )
     check_port(host, port)
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{database}"]
+    # what others log through this server lies with our runs, not in whatever folder it was started from
+    command += ["--artifacts-destination", str(database.parent / ARTIFACTS)]
     # one worker: the pages of one reader, up in half the time on a small machine
     return [*command, "--host", host, "--port", str(port), "--workers", "1"]
 

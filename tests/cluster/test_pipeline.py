@@ -18,7 +18,7 @@ from deco_ray.experiments.session import check_capacity, concurrent_runs
 @pytest.fixture(scope="module")
 def finished(ray_cluster, tiny_cohort, tmp_path_factory):
     storage = tmp_path_factory.mktemp("storage")
-    config = tiny_config(tiny_cohort.uri, storage)
+    config = tiny_config(tiny_cohort.uri, storage, **{"report.pdf": True})
     out = io.StringIO()
     return config, run_pipeline(config, Board(out)), out.getvalue()
 
