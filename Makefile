@@ -60,6 +60,7 @@ fuzz: setup
 # Random fault schedules against whole pipelines; every result must equal the calm run's bit for bit.
 chaos: setup
 	$(BIN)/python tests/faults/chaos.py
+	$(BIN)/python tests/faults/sweep.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -52,7 +52,7 @@ class Nodes:
     """A cluster of one-CPU nodes behind a head that computes nothing; nodes can be lost and replaced."""
 
     def __init__(self, count: int, store_mb: int) -> None:
-        self.store = store_mb * 2**20
+        self.store, self.losing = store_mb * 2**20, threading.Lock()  # delayed strikes come from threads of their own
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
         self.nodes = [self.add() for _ in range(count)]
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error")
@@ -63,10 +63,11 @@ class Nodes:
 
     def lose(self, worker: int) -> None:
         """Kill the node on which this process works, all at once, and let another join."""
-        raylet = psutil.Process(worker).ppid()
-        lost = next(node for node in self.nodes if node.all_processes["raylet"][0].process.pid == raylet)
-        self.cluster.remove_node(lost, allow_graceful=False)
-        self.nodes[self.nodes.index(lost)] = self.add()
+        with self.losing, contextlib.suppress(psutil.NoSuchProcess, StopIteration):  # lost already with another fault
+            raylet = psutil.Process(worker).ppid()
+            lost = next(node for node in self.nodes if node.all_processes["raylet"][0].process.pid == raylet)
+            self.cluster.remove_node(lost, allow_graceful=False)
+            self.nodes[self.nodes.index(lost)] = self.add()
 
 
 class Saboteur(Board):
