@@ -21,7 +21,7 @@ from deco_ray.results.report import Section, build_report
 from deco_ray.results.tracking import Tracker
 
 REPORT = "report"
-LAYOUT = 1  # raise it when the pages change, so that finished reports are built again
+LAYOUT = 2  # raise it when the pages change, so that finished reports are built again
 Sections = Callable[[Album, Path], list[Section]]
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 
 from deco_ray.config import Config
-from deco_ray.experiments.methods import Run
+from deco_ray.experiments.methods import DECO, Run
 from deco_ray.experiments.outcome import finished, read_predictions, results_frame
 from deco_ray.experiments.site import Site
 from deco_ray.experiments.study import Study
-from deco_ray.experiments.variants import Variant, VariantFile, members
+from deco_ray.experiments.variants import VariantFile, members
 from deco_ray.models.registry import display_name
 from deco_ray.results.bootstrap import Predictions
 from deco_ray.results.performance import PaperColumns
@@ -45,7 +45,23 @@ class Varied:
         return {name: read_predictions(runs, self.sites) for name, runs in self.done().items()}
 
     def labels(self) -> dict[str, str]:
-        return {variant.name: variant_label(variant, self.config) for variant in self.file.expanded()}
+        """How each variant is called in tables: its method, its value on the axis, or both."""
+        labels = {}
+        for variant in self.file.expanded():
+            parts = [variant.label] if variant.label else []
+            if not parts and "method" in variant.settings:
+                parts = [method_label(str(variant.settings["method"]), self.config)]
+            if parts and self.file.axis is not None:
+                parts.append(str(variant.settings[self.file.axis]))
+            labels[variant.name] = ", ".join(parts) or variant.name
+        return labels
+
+    def header(self) -> str:
+        """What the labels are, for the head of a table."""
+        axis = self.file.axis_label or self.file.axis
+        if axis is None:
+            return "Method"
+        return f"Method, {axis}" if self.file.methods or self.file.variants else axis
 
     def curves(self) -> dict[str, Scores]:
         """Along the axis: {series: {metric: {value: scores}}}; the series is "" unless methods cross the axis."""
@@ -83,11 +99,6 @@ def add_varied(study: Study, file: VariantFile, config: Config) -> Varied:
     return Varied(file, config, study.site(config), study.sites, runs)
 
 
-def variant_label(variant: Variant, config: Config) -> str:
-    if variant.label:
-        return variant.label
-    method = variant.settings.get("method")
-    if method is None:
-        return variant.name
+def method_label(method: str, config: Config) -> str:
     options = config.model.options if config.model.name == method else {}
-    return "DeCo-MIL" if method == "deco" else display_name(str(method), options)
+    return "DeCo-MIL" if method == DECO else display_name(method, options)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deco_ray.experiments.pipeline_report import Album, write_tables
-from deco_ray.experiments.varied import Varied
+from deco_ray.experiments.varied import Varied, method_label
 from deco_ray.results.figures import group_f1_bars, imbalance_figure, sweep_figure
 from deco_ray.results.performance import METRICS, comparison_table
 from deco_ray.results.report import Block, Section, Text, Verdict
@@ -45,6 +45,7 @@ def varied_table(varied: Varied) -> Table:
         metrics=METRICS,
         paper=varied.paper(),
         caption=f"{varied.file.title}: {varied.site.cohort.name}",
+        header=varied.header(),
     )
 
 
@@ -73,7 +74,7 @@ def axis_picture(name: str, cohorts: Mapping[str, Varied], figures: Album) -> Bl
         return Text("No run finished, so there is no figure.")
     first = next(iter(done.values()))
     if first.file.methods:
-        labels = {method: "DeCo-MIL" if method == "deco" else method for method in first.file.methods}
+        labels = {method: method_label(method, first.config) for method in first.file.methods}
         figure = imbalance_figure(first.curves(), names=labels, gain_of="deco" if "deco" in labels else None)
         return figures.picture(figure, name, "Macro-F1 and Tail-F1 over the imbalance ratio, mean ± std over seeds.")
     panels = {

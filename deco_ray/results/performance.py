@@ -55,12 +55,13 @@ def comparison_table(
     metrics: Sequence[str] = METRICS,
     paper: PaperColumns | None = None,
     caption: str = "",
+    header: str = "Method",
 ) -> Table:
     """A row per method (or setting), a column per metric; the paper's columns follow ours where it reports them."""
     summary = summarise(results)
     order = list(methods) if methods is not None else [name for (name,) in summary]
     metrics = [metric for metric in metrics if any(metric in summary.get((name,), {}) for name in order)]
-    columns = [Column("Method"), *(_column(metric, "ours" if paper else "") for metric in metrics)]
+    columns = [Column(header), *(_column(metric, "ours" if paper else "") for metric in metrics)]
     published: dict[str, dict[str, Estimate | None]] = {}
     if paper:
         for metric in metrics:
