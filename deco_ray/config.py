@@ -141,7 +141,7 @@ class ReportSection(Section):
     """What the report shows beyond the tables; none of it is read by training."""
 
     heatmaps: int = Field(4, ge=0, le=100, description="tail-class test slides to draw")
-    pdf: bool = Field(True, description="figures also as PDF for papers; embedding fonts is half of the report's time")
+    pdf: bool = Field(True, description="figures also as PDF for papers: about half of the report's time")
     instances: str | None = Field(None, description=".npz: true class of every patch, by slide id")
 
 
