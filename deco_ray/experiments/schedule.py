@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Workplace:
     sites: Mapping[str, Site]  # by the digest of the split
     sources: Mapping[str, Any]  # by cohort checksum: features in shared memory, or how to stream them
     resources: ResourceSection
+    report_every_s: float = 1.0  # a report holds its trial up by a tenth of a second, which is many a short epoch
 
 
 def run_stages(
@@ -81,7 +83,9 @@ def run_stages(
         tuner.fit()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for stage in progress.blocked():
+    if progress.unfinished():
+        raise KeyboardInterrupt  # Tune takes the signal, ends its trials and returns as if all were done
+    for stage in progress.pending.values():
         progress.failed[stage.digest] = "left out: a stage it needs failed"
     return progress.failed
 
@@ -105,15 +109,35 @@ def placement(stage: Stage, resources: ResourceSection) -> tune.PlacementGroupFa
 
 
 def run_stage(config: dict[str, Any], place: Workplace) -> None:
-    """A trial: make one artefact, report each epoch."""
+    """A trial: make one artefact, report its epochs."""
+    reports = Reports(place.report_every_s)
     try:
-        make(place.stages[config["stage"]], place, tune.report)
+        make(place.stages[config["stage"]], place, reports)
+        reports.send()
     except RayError as error:
         if not isinstance(error, RayTaskError):
             raise  # a process or node died: Tune starts the trial again and it resumes
-        tune.report({"failure": describe(error)})
+        reports.send(failure=describe(error))
     except Exception as error:
-        tune.report({"failure": describe(error)})
+        reports.send(failure=describe(error))
+
+
+class Reports:
+    """A trial's epochs on their way to the driver: every one arrives, several together where they are short."""
+
+    def __init__(self, every_s: float) -> None:
+        self.every_s, self.sent = every_s, float("-inf")
+        self.waiting: list[dict[str, Any]] = []
+
+    def __call__(self, metrics: dict[str, Any]) -> None:
+        self.waiting.append(metrics)
+        if time.monotonic() - self.sent >= self.every_s:
+            self.send()
+
+    def send(self, **more: Any) -> None:
+        if self.waiting or more:
+            tune.report({"rows": self.waiting, **more})
+            self.waiting, self.sent = [], time.monotonic()
 
 
 def make(stage: Stage, place: Workplace, report: Callable[[dict[str, Any]], None]) -> None:
@@ -201,8 +225,8 @@ class Announcer(tune.Callback):
         self._tell("started", trial)
 
     def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
-        if "failure" not in result:
-            self._tell("advanced", trial, {k: v for k, v in result.items() if not k.startswith("config")})
+        for row in result.get("rows", []):
+            self._tell("advanced", trial, {"pid": result["pid"], **row})
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         result = trial.last_result or {}

@@ -95,11 +95,16 @@ class Progress:
     failed: dict[str, str] = field(default_factory=dict)  # digest -> why
 
     def ready(self) -> Stage | None:
-        """The first pending stage whose needs are neither pending nor running nor failed."""
-        for digest, stage in self.pending.items():
+        """The first pending stage whose needs are neither pending nor running nor failed; it counts as running now."""
+        stage = self._next()
+        if stage is not None:
+            del self.pending[stage.digest]
+            self.running.add(stage.digest)
+        return stage
+
+    def _next(self) -> Stage | None:
+        for stage in self.pending.values():
             if not any(need in self.pending or need in self.running or need in self.failed for need in stage.needs):
-                del self.pending[digest]
-                self.running.add(digest)
                 return stage
         return None
 
@@ -108,6 +113,6 @@ class Progress:
         if failure is not None:
             self.failed[digest] = failure
 
-    def blocked(self) -> list[Stage]:
-        """Stages that cannot run because something they need failed."""
-        return list(self.pending.values()) if not self.running else []
+    def unfinished(self) -> bool:
+        """Whether something still runs or could start; else what is pending needs a stage that failed."""
+        return bool(self.running) or self._next() is not None

@@ -9,6 +9,7 @@ One line of JSON per act goes to standard output.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -28,8 +29,10 @@ from ray.cluster_utils import Cluster
 
 from deco_ray.config import Config
 from deco_ray.errors import DecoError
+from deco_ray.experiments import study
 from deco_ray.experiments.board import Board
 from deco_ray.experiments.pipeline import run_pipeline
+from deco_ray.experiments.schedule import Workplace
 from deco_ray.experiments.stages import Stage
 
 
@@ -71,7 +74,7 @@ class Nodes:
 
 
 class Saboteur(Board):
-    """A board that also strikes: the driver itself, the process of a trial, or the node it runs on."""
+    """A board that also strikes: the driver itself (killed or interrupted), the process of a trial, or its node."""
 
     def __init__(self, out: io.StringIO, faults: list[dict[str, Any]], nodes: Nodes | None) -> None:
         super().__init__(Both(out, sys.stderr))
@@ -100,6 +103,8 @@ class Saboteur(Board):
     def strike(self, what: str, worker: int) -> None:
         if what == "driver":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
         elif what == "node" and self.nodes is not None:
             self.nodes.lose(worker)
         else:
@@ -131,6 +136,7 @@ def perform(act: dict[str, Any], nodes: Nodes | None) -> dict[str, Any]:
 
 
 def main() -> None:
+    study.Workplace = functools.partial(Workplace, report_every_s=0.0)  # each epoch by itself: faults count reports
     play = json.loads(sys.argv[1])
     store = play.get("store_mb", 200)
     nodes = Nodes(play["nodes"], store) if play.get("nodes") else None

@@ -181,6 +181,23 @@ def test_a_killed_driver_goes_on_where_it_was(stage):
     assert tracked_epochs(storage) == {title: [0, 1, 2] for title in titles}
 
 
+def test_an_interrupted_driver_says_so_and_goes_on_where_it_was(stage):
+    """Ctrl-C within a final model's training: Tune takes the signal, so that it must not look like an ordinary end."""
+    storage = stage["root"] / "interrupted"
+    settings = {"tracking.enabled": True, "tracking.log_models": False}
+    run = play(act(stage["cohort"], storage, fault("interrupt", "final seed 0", 2), **settings))
+    assert run.returncode not in (0, -signal.SIGKILL)
+    assert run.stderr.rstrip().endswith("KeyboardInterrupt"), run.stderr[-3000:]
+    assert "not logged to MLflow" not in run.stderr
+    with sqlite3.connect(storage / "mlflow.db") as database:
+        assert database.execute("SELECT status FROM runs WHERE name NOT LIKE '%seed%'").fetchall() == [("KILLED",)]
+    assert not [path for path in leftovers(storage) if path.endswith(".tmp")]
+    (told,) = results(play(act(stage["cohort"], storage, **settings)))
+    assert told["failures"] == {}
+    assert fingerprint(storage) == fingerprint(stage["root"] / "calm")
+    assert leftovers(storage) == []
+
+
 def test_a_node_lost_at_every_stage_costs_time_only(stage):
     storage = stage["root"] / "nodes"
     losses = [fault("node", "judge seed 0"), fault("node", "contributions seed 1"), fault("node", "final seed 0", 2)]

@@ -1,6 +1,9 @@
 """The stage graph: merging, what is missing, what may start next. No Ray, no training."""
 
+import pytest
+
 from deco_ray.artefacts import ArtefactStore
+from deco_ray.experiments import schedule
 from deco_ray.experiments.stages import Progress, StageGraph
 
 
@@ -71,5 +74,25 @@ def test_a_failure_blocks_its_dependants_only():
         order.append(stage.digest)
         progress.finish(stage.digest)
     assert order == ["judge1", "table1", "a1"]
-    assert [stage.digest for stage in progress.blocked()] == ["table0", "a0"]
+    assert not progress.unfinished()
+    assert list(progress.pending) == ["table0", "a0"]
     assert progress.failed == {"judge0": "out of luck"}
+
+
+def test_work_that_was_interrupted_is_unfinished():
+    progress = Progress({stage.digest: stage for stage in chain(0, "a")})
+    assert progress.unfinished()
+    progress.ready()
+    assert progress.unfinished()
+
+
+@pytest.mark.parametrize(("every_s", "sizes"), [(0.0, [1, 1, 1, 1]), (3600.0, [1, 3])])
+def test_every_epoch_is_reported_once_and_in_order(monkeypatch, every_s, sizes):
+    sent = []
+    monkeypatch.setattr(schedule.tune, "report", lambda result: sent.append(result["rows"]))
+    reports = schedule.Reports(every_s)
+    for epoch in range(4):
+        reports({"epoch": epoch})
+    reports.send()
+    assert [len(rows) for rows in sent] == sizes
+    assert [row["epoch"] for rows in sent for row in rows] == [0, 1, 2, 3]
