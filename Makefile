@@ -55,7 +55,7 @@ ui: setup
 
 # The bounded fuzz tests of `make test` with many more cases.
 fuzz: setup
-	DECO_RAY_FUZZ_EXAMPLES=50000 $(BIN)/pytest tests/unit/test_fuzz_readers.py tests/unit/test_fuzz_texts.py --timeout 36000
+	DECO_RAY_FUZZ_EXAMPLES=50000 $(BIN)/pytest -n 2 tests/unit/test_fuzz_readers.py tests/unit/test_fuzz_texts.py --timeout 36000
 
 # Random fault schedules against whole pipelines; every result must equal the calm run's bit for bit.
 chaos: setup

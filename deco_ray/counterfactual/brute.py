@@ -19,7 +19,7 @@ from deco_ray.counterfactual.outcomes import Outcomes, anchor_means
 from deco_ray.counterfactual.row_layers import first_row_layers, substituted
 from deco_ray.models.protocol import Aggregator
 
-CPU_BATCH_PATCHES = 256  # beyond this, calling layer by layer costs a core nothing and a batch only leaves its cache
+CPU_BATCH_BYTES = 2**21  # a forward that allocates this much is arithmetic; a batch of them only leaves the cache
 
 
 def brute_outcomes(
@@ -32,7 +32,7 @@ def brute_outcomes(
     before = [bag, *(layer(bag) for layer in layers)]  # [N, ·] each
     after = [rows, *(layer(rows) for layer in layers)]  # [k, ·] each
     each = allocations.bytes + sum(tensor.nbytes for tensor in before)
-    batch = batch_size(len(rows), len(bag), each, memory_cap, bag.is_cuda)
+    batch = batch_size(len(rows), each, memory_cap, bag.is_cuda)
     members = torch.from_numpy(segment).to(bag.device)
     intervened = None
     if batch > 1:
@@ -42,12 +42,10 @@ def brute_outcomes(
     return Outcomes(factual, intervened, attention)
 
 
-def batch_size(interventions: int, patches: int, bytes_each: int, memory_cap: int, cuda: bool) -> int:
+def batch_size(interventions: int, bytes_each: int, memory_cap: int, cuda: bool) -> int:
     """As many interventions together as the cap allows, at least one."""
-    batch = min(interventions, memory_cap // max(bytes_each, 1))
-    if not cuda:
-        batch = min(batch, CPU_BATCH_PATCHES // patches)
-    return max(1, batch)
+    limit = memory_cap if cuda else min(memory_cap, CPU_BATCH_BYTES)
+    return max(1, min(interventions, limit // max(bytes_each, 1)))
 
 
 def one_by_one(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deco_ray.anchors.artefact import Anchors
 from deco_ray.counterfactual import contributions
-from deco_ray.counterfactual.brute import batch_size
+from deco_ray.counterfactual.brute import CPU_BATCH_BYTES, batch_size
 from deco_ray.counterfactual.effects import log_prior
 from deco_ray.counterfactual.explain import explain_bag
 from deco_ray.counterfactual.replacements import Replacements, replacements
@@ -297,11 +297,11 @@ def test_row_wise_layers_of_the_bag_are_found_and_given_back():
 
 
 def test_batches_respect_the_memory_cap():
-    assert batch_size(64, 4000, 10, 10_000, cuda=False) == 1
-    assert batch_size(64, 20, 10, 10_000, cuda=False) == 12
-    assert batch_size(64, 100, 5000, 10_000, cuda=False) == 2
-    assert batch_size(64, 4000, 10, 10_000, cuda=True) == 64
-    assert batch_size(64, 4000, 10**9, 10_000, cuda=True) == 1
+    assert batch_size(64, 10, 10_000, cuda=False) == 64
+    assert batch_size(64, 5000, 10_000, cuda=False) == 2
+    assert batch_size(64, CPU_BATCH_BYTES, 10**9, cuda=False) == 1
+    assert batch_size(64, CPU_BATCH_BYTES, 10**9, cuda=True) == 64
+    assert batch_size(64, 10**9, 10_000, cuda=True) == 1
 
 
 def test_without_a_label_the_calibrated_prediction_takes_its_place():
