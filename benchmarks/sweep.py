@@ -52,10 +52,10 @@ class Clock(Board):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer values, slides and epochs")
+    parser.add_argument("--quick", action="store_true", help="fewer values and epochs")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="deco-bench-"))
-    scale, epochs, values = (0.03, 10, [0.0, 1.0]) if args.quick else (0.06, 30, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    scale, epochs, values = (0.03, 10, [0.0, 1.0]) if args.quick else (0.03, 20, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
     base = [
         f"cohort={folder}/cohort",
         f"storage={folder}/runs",
