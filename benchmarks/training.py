@@ -237,7 +237,7 @@ def main() -> None:
     shares = []
     print(f"{'patches':>8} {'textbook':>10} {'four':>10} {'DeCo':>10} {'sampling':>10}   ms a visit")
     for n in SIZES:
-        times = visit_times(n, max(4, (1500 if quick else 12_000) // (n // 8 + 30)))
+        times = visit_times(n, max(4, (1500 if quick else 4000) // (n // 8 + 30)))
         results[f"deco_vs_plain_{n}"] = times["deco"] / times["plain"]
         results[f"deco_vs_four_forward_{n}"] = times["deco"] / times["four"]
         shares.append(times["sampling"] / times["deco"])
