@@ -99,6 +99,7 @@ FILES = {
     "old tensor": ("pt", pt_bytes(torch.from_numpy(rows()), _use_new_zipfile_serialization=False)),
     "dictionary": ("pt", pt_bytes({"features": torch.from_numpy(rows()), "coords": torch.zeros(6, 2)})),
     "pickled array": ("pt", pickle.dumps(rows())),
+    "array in a zip": ("pt", pt_bytes(rows())),
     "npy": ("npy", npy_bytes()),
 }
 

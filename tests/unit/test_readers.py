@@ -187,6 +187,41 @@ def test_h5_without_features_says_what_it_holds(tmp_path):
         READERS["trident"](write_h5(tmp_path / "a.h5", coords=GRID))
 
 
+@pytest.mark.parametrize("in_torch", [False, True])
+def test_a_damaged_byte_order_of_a_pickled_array_is_refused(tmp_path, in_torch):
+    """NumPy's own unpickling takes any byte for an order, and crashes on using it."""
+    path = tmp_path / "s.pt"
+    if in_torch:
+        torch.save(bag(), path)
+    else:
+        path.write_bytes(pickle.dumps(bag(), 2))
+    order = b"X\x01\x00\x00\x00<"
+    whole = path.read_bytes()
+    assert whole.count(order) == 1
+    path.write_bytes(whole.replace(order, order[:-1] + b"N"))
+    with pytest.raises(Unreadable, match=r"byte order 'N'|not a PyTorch file"):
+        READERS["pt"](path)
+
+
+def test_a_pickle_cannot_change_how_the_next_one_is_read(tmp_path):
+    """A state may be given to any object on pickle's stack, a class of ours included."""
+    path = tmp_path / "s.pt"
+    path.write_bytes(b"\x80\x02cnumpy\ndtype\nN}X\x05\x00\x00\x00foundK\x01s\x86b.")
+    with pytest.raises(Unreadable):
+        READERS["pt"](path)
+    path.write_bytes(pickle.dumps(bag()))
+    assert np.array_equal(READERS["pt"](path).features, bag())
+
+
+def test_an_h5_whose_names_are_damaged_is_refused_in_words_that_print(tmp_path):
+    path = tmp_path / "s.h5"
+    write_h5(path, features=bag())
+    path.write_bytes(path.read_bytes().replace(b"features", b"feat\xffres"))
+    with pytest.raises(Unreadable, match="no dataset features") as refusal:
+        READERS["clam"](path)
+    str(refusal.value).encode()
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_are_refused(value):
     features = bag()

@@ -19,7 +19,8 @@ def opened(path: Path) -> Iterator[h5py.File]:
             yield file
     except FileNotFoundError:
         raise Unreadable("the file has vanished") from None
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
+        # h5py finds what is wrong with damaged bytes wherever it stumbles over them
         raise Unreadable(f"truncated or not an HDF5 file ({error})") from error
 
 
@@ -28,7 +29,8 @@ def dataset(file: h5py.File, *names: str) -> h5py.Dataset:
     for name in names:
         if isinstance(file.get(name), h5py.Dataset):
             return file[name]
-    held = ", ".join(sorted(file)) or "nothing"
+    # a damaged name comes as bytes or with surrogates, which no terminal prints
+    held = ", ".join(sorted(str(key).encode("utf-8", "backslashreplace").decode() for key in file)) or "nothing"
     raise Unreadable(f"no dataset {' or '.join(names)} in the file, which holds {held}")
 
 

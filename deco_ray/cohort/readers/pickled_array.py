@@ -1,14 +1,13 @@
-"""A NumPy array in a bare pickle, rebuilt without running anything that the file names.
+"""A NumPy array in a pickle, rebuilt without running anything that the file names.
 
-Only the four spellings by which pickle writes a numeric array are known here, each replaced by a function of ours
-that builds numeric arrays and nothing else; every other name in the file is refused before it is looked up.
+Pickle spells a numeric array with a few names of NumPy's. Each has a stand-in here that checks what it is given;
+NumPy's own would take a damaged state for granted and crash. Every other name is refused before it is looked up.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +18,81 @@ from deco_ray.cohort.readers.raw import Unreadable
 NUMERIC = {"f2", "f4", "f8", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
 
 
-class _Kind:
-    """Stands for `numpy.ndarray`: an argument that cannot be called."""
+class StandIn:
+    """For a name that a pickle may hold; a state it gives to anything but a fresh array or dtype is refused."""
+
+    def __setstate__(self, state: object) -> None:
+        raise pickle.UnpicklingError("a state where none belongs")
 
 
-def _empty(kind: type, shape: tuple, code: object) -> np.ndarray:
-    return np.ndarray.__new__(np.ndarray, (0,))
+class Kind(StandIn):
+    """`numpy.ndarray`, which is only ever an argument."""
 
 
-def _dtype(code: str, *_: object) -> np.dtype:
-    if code not in NUMERIC:
-        raise pickle.UnpicklingError(f"an array of {code!r}")
-    return np.dtype(code, False, True)  # a copy: its state is set next
+class DType(StandIn):
+    """`numpy.dtype`: a number's code, then its byte order."""
+
+    def __init__(self, code: str, *_: object) -> None:
+        if code not in NUMERIC:
+            raise pickle.UnpicklingError(f"an array of {code!r}")
+        self.found = np.dtype(code)
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] not in ("<", ">", "|", "="):
+            raise pickle.UnpicklingError(f"byte order {state[1]!r}")
+        self.found = self.found.newbyteorder(state[1])
 
 
-def _latin(text: str, encoding: str) -> bytes:
-    return str.encode(text, "latin1")
+class Array(StandIn):
+    """`numpy._core.multiarray._reconstruct`: an empty array, then its shape, dtype and bytes."""
+
+    def __init__(self, *_: object) -> None:
+        self.found = np.empty(0, np.float32)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        self.found = filled(data, dtype, shape, "F" if fortran else "C")
 
 
-def _from_buffer(data: bytes, dtype: np.dtype, shape: tuple[int, ...], order: str) -> np.ndarray:
-    return np.frombuffer(data, dtype).reshape(shape, order="F" if order == "F" else "C")
+class FromBuffer(StandIn):
+    """`numpy._core.numeric._frombuffer`, which newer pickles use instead."""
+
+    def __new__(cls, data: Any, dtype: DType, shape: Any, order: Any) -> Any:
+        found = Array()
+        found.found = filled(data, dtype, shape, order)
+        return found
 
 
-KNOWN: dict[tuple[str, str], Callable | type] = {
-    ("numpy", "ndarray"): _Kind,
-    ("numpy", "dtype"): _dtype,
-    ("_codecs", "encode"): _latin,
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): _empty for core in ("core", "_core")},
-    **{(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
+class Latin(StandIn):
+    """`_codecs.encode`: how older pickles spell bytes."""
+
+    def __new__(cls, text: str, encoding: str) -> Any:
+        return str.encode(text, "latin1")
+
+
+def filled(data: Any, dtype: DType, shape: Any, order: Any) -> np.ndarray:
+    if not isinstance(dtype, DType) or not isinstance(data, bytes | bytearray):
+        raise pickle.UnpicklingError("an array without a dtype or bytes")
+    return np.frombuffer(data, dtype.found).reshape(shape, order="F" if order == "F" else "C")
+
+
+KNOWN: dict[str, type[StandIn]] = {
+    "numpy.ndarray": Kind,
+    "numpy.dtype": DType,
+    "_codecs.encode": Latin,
+    **{f"numpy.{core}.multiarray._reconstruct": Array for core in ("core", "_core")},  # NumPy 1 wrote `core`
+    **{f"numpy.{core}.numeric._frombuffer": FromBuffer for core in ("core", "_core")},
 }
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in KNOWN:
+        if f"{module}.{name}" not in KNOWN:
             raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
-        return KNOWN[module, name]
+        return KNOWN[f"{module}.{name}"]
 
 
-def load(path: Path) -> np.ndarray:
+def load(path: Path) -> Array:
     """The array; anything else in the pickle is refused unopened."""
     try:
         content = _Unpickler(io.BytesIO(path.read_bytes())).load()
@@ -67,6 +102,6 @@ def load(path: Path) -> np.ndarray:
             f"a pickle that holds more than a numeric array, or is damaged ({reason}); it was not run, because a "
             "pickle can run code: save the features again as a bare tensor"
         ) from error
-    if not isinstance(content, np.ndarray):
+    if not isinstance(content, Array):
         raise Unreadable(f"a pickled {type(content).__name__}; expected an array")
     return content

@@ -1,14 +1,12 @@
 """A .pt file: a tensor (CLAM), a pickled NumPy array (TRIDENT), or a dictionary around one; no code in it is run.
 
-torch's restricted unpickler builds tensors and the few NumPy constructors named here, and refuses all else.
+torch's restricted unpickler builds tensors and our stand-ins for NumPy's names, and refuses all else.
 """
 
 from __future__ import annotations
 
-import _codecs
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,6 @@ import torch
 from deco_ray.cohort.readers import pickled_array
 from deco_ray.cohort.readers.raw import RawSlide, Unreadable, bag_features, number, pixel_coords
 
-FLOATS = (np.dtypes.Float16DType, np.dtypes.Float32DType, np.dtypes.Float64DType)
-INTEGERS = (np.dtypes.Int32DType, np.dtypes.Int64DType)
-_reconstruct: Callable = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
-ARRAYS: list[Any] = [
-    np.ndarray,
-    np.dtype,
-    *FLOATS,
-    *INTEGERS,
-    (_reconstruct, "numpy.core.multiarray._reconstruct"),  # NumPy 1 wrote it under this name
-    (_reconstruct, "numpy._core.multiarray._reconstruct"),
-    (_codecs.encode, "_codecs.encode"),  # how pickle protocol 2 spells bytes
-]
 OLD_FORMAT = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")  # torch.save before version 1.6
 FEATURES = ("features", "feats", "feature", "embeddings", "x")
 COORDS = ("coords", "coordinates")
@@ -51,7 +37,7 @@ def load(path: Path) -> Any:
     if head.startswith(b"\x80") and OLD_FORMAT not in head:  # neither torch's zip archive nor its older stream
         return pickled_array.load(path)
     try:
-        with torch.serialization.safe_globals(ARRAYS):
+        with torch.serialization.safe_globals([(stand_in, name) for name, stand_in in pickled_array.KNOWN.items()]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=head.startswith(b"PK"))
     except pickle.UnpicklingError as error:
         names = re.findall(r"GLOBAL ([\w.]+)", str(error))
@@ -76,7 +62,11 @@ def _features_of(content: dict) -> Any:
     for name in FEATURES:
         if content.get(name) is not None:
             return content[name]
-    bags = [value for value in content.values() if getattr(value, "ndim", 0) == 2]
+    bags = [
+        value
+        for value in content.values()
+        if isinstance(value, torch.Tensor | pickled_array.Array) and _array(value).ndim == 2
+    ]
     if len(bags) != 1:
         raise Unreadable(f"a dictionary with {', '.join(map(str, content)) or 'nothing'}; expected `features`")
     return bags[0]
@@ -86,6 +76,6 @@ def _array(value: Any) -> np.ndarray:
     if isinstance(value, torch.Tensor):
         value = value.detach()
         return value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()
-    if isinstance(value, np.ndarray):
-        return value
+    if isinstance(value, pickled_array.Array):
+        return value.found
     raise Unreadable(f"holds a {type(value).__name__}; expected a tensor or an array")
