@@ -69,8 +69,9 @@ class Nodes:
         with self.losing, contextlib.suppress(psutil.NoSuchProcess, StopIteration):  # lost already with another fault
             raylet = psutil.Process(worker).ppid()
             lost = next(node for node in self.nodes if node.all_processes["raylet"][0].process.pid == raylet)
+            self.nodes.remove(lost)  # first: should its successor not start, nobody looks for this one again
             self.cluster.remove_node(lost, allow_graceful=False)
-            self.nodes[self.nodes.index(lost)] = self.add()
+            self.nodes.append(self.add())
 
 
 class Saboteur(Board):

@@ -199,7 +199,7 @@ def test_a_damaged_byte_order_of_a_pickled_array_is_refused(tmp_path, in_torch):
     whole = path.read_bytes()
     assert whole.count(order) == 1
     path.write_bytes(whole.replace(order, order[:-1] + b"N"))
-    with pytest.raises(Unreadable, match=r"byte order 'N'|not a PyTorch file"):
+    with pytest.raises(Unreadable, match=r"is damaged"):
         READERS["pt"](path)
 
 
