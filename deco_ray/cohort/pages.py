@@ -7,6 +7,8 @@ it lies: in the memory map of a local file, or in the one range fetched from an 
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,10 +33,13 @@ class Part:
             raise ValueError(f"no column {', '.join(missing)}")
         self.index = {name: names.index(name) for name in COLUMNS}
         self.lengths: dict[int, Tensor] = {}  # of each row group's features, once somebody needed them
+        self.sound: set[int] = set()  # row groups whose metadata pyarrow's reader took
+        self.checking = threading.Lock()
 
     def patches(self, row_group: int, dim: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
         """Features [N, dim] as stored (read-only) and coordinates int64 [N, 2] if the source had any."""
         stored = np.dtype(dtype).newbyteorder("<")
+        self._check(row_group)
         group = self.file.metadata.row_group(row_group)
         chunks = {name: chunk for name, index in self.index.items() if is_plain(chunk := group.column(index))}
         first = min((chunk.data_page_offset for chunk in chunks.values()), default=0)
@@ -58,6 +63,17 @@ class Part:
         coords = np.empty((group.num_rows, 2), np.int64)
         coords[:, 0], coords[:, 1] = x, y
         return features, coords
+
+    def _check(self, row_group: int) -> None:
+        """Refuses damaged metadata, once: pyarrow's reader raises where `metadata.column` would end the process.
+
+        Of a mapped file only. To look at an object in a store would cost a request, and stores check what they hold.
+        """
+        with self.checking:
+            if self.mapped is not None and row_group not in self.sound:
+                rows = self.file.iter_batches(1, row_groups=[row_group], columns=list(COLUMNS), use_threads=False)
+                next(rows, None)
+                self.sound.add(row_group)
 
     def _fetch(self, offset: int, size: int) -> memoryview:
         if self.mapped is not None:

@@ -124,6 +124,35 @@ def test_a_damaged_part_names_the_slide_and_the_file(tmp_path, damage):
     assert "ingest it again" in str(caught.value)
 
 
+def test_no_changed_byte_of_a_footer_ends_the_process(tmp_path):
+    """pyarrow's metadata objects throw where nobody catches: such a footer must be refused before they are asked."""
+    cohort, _ = write(tmp_path / "c")
+    path = tmp_path / "c" / "patches" / "part-00000.parquet"
+    whole = path.read_bytes()
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    refused = 0
+    for at in range(footer, len(whole)):
+        path.unlink()  # never write into a file that is mapped
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        try:
+            assert cohort.bag("s0").features.ndim == 2
+        except CohortError as error:
+            refused += "slide s0" in str(error)
+    assert refused > 100
+
+
+def test_slides_indexed_by_another_tool_read_the_same(tmp_path):
+    cohort, _ = write(tmp_path / "c")
+    path = tmp_path / "c" / "slides.parquet"
+    pq.write_table(pa.Table.from_pandas(cohort.slides.set_index("row_group"), preserve_index=True), path)
+    again = Cohort.open(tmp_path / "c")
+    assert list(again.slides) == list(cohort.slides)
+    assert torch.equal(again.bag("s2").features, cohort.bag("s2").features)
+    pq.write_table(pa.Table.from_pandas(cohort.slides.drop(columns="row_group")), path)
+    with pytest.raises(CohortError, match=r"cannot read .*slides.parquet.*row_group"):
+        Cohort.open(tmp_path / "c")
+
+
 def test_a_part_without_the_columns_is_refused(tmp_path):
     cohort, _ = write(tmp_path / "c")
     path = tmp_path / "c" / "patches" / "part-00000.parquet"
