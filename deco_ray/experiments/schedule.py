@@ -196,8 +196,8 @@ class StageSearcher(Searcher):
         return None if self.progress.running else Searcher.FINISHED
 
     def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
-        why = (result or {}).get("failure") or ("its process died too often" if error else None)
-        self.progress.finish(self.stage_of[trial_id], why)
+        if not error:  # else the announcer, who is told next and knows the trial, decides
+            self.progress.finish(self.stage_of[trial_id], (result or {}).get("failure"))
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing to save: artefacts on disk are the state."""
@@ -207,7 +207,7 @@ class StageSearcher(Searcher):
 
 
 class Announcer(tune.Callback):
-    """Passes Tune's events on to the listeners, as stages."""
+    """Passes Tune's events on to the listeners, as stages; and puts back what Tune gives up too early."""
 
     def __init__(self, stages: Mapping[str, Stage], progress: Progress, listeners: list[Listener]) -> None:
         self.stages, self.progress, self.listeners = stages, progress, listeners
@@ -236,4 +236,11 @@ class Announcer(tune.Callback):
             self._tell("finished", trial, float(result.get("time_total_s", 0.0)))
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        self._tell("failed", trial, "its process died too often; see the Ray logs of its node")
+        digest = trial.config["stage"]
+        # Tune restarts what runs, not a trial whose process died while it was being handed over from the last one
+        if trial.should_recover() and self.progress.deaths[digest] < max(trial.max_failures, 0):
+            self.progress.put_back(digest)
+            return
+        why = "its process died too often; see the Ray logs of its node"
+        self.progress.finish(digest, why)
+        self._tell("failed", trial, why)

@@ -6,6 +6,7 @@ a contribution table share the stage, a dry run can count, and a second run find
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -91,15 +92,16 @@ class Progress:
     """Which stage may start next, kept apart from Tune so that it can be tested without it."""
 
     pending: dict[str, Stage]
-    running: set[str] = field(default_factory=set)
+    running: dict[str, Stage] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # digest -> why
+    deaths: Counter[str] = field(default_factory=Counter)  # how often a stage was put back
 
     def ready(self) -> Stage | None:
         """The first pending stage whose needs are neither pending nor running nor failed; it counts as running now."""
         stage = self._next()
         if stage is not None:
             del self.pending[stage.digest]
-            self.running.add(stage.digest)
+            self.running[stage.digest] = stage
         return stage
 
     def _next(self) -> Stage | None:
@@ -109,9 +111,14 @@ class Progress:
         return None
 
     def finish(self, digest: str, failure: str | None = None) -> None:
-        self.running.discard(digest)
+        self.running.pop(digest, None)
         if failure is not None:
             self.failed[digest] = failure
+
+    def put_back(self, digest: str) -> None:
+        """The stage's process died before it had begun: it is next again."""
+        self.pending = {digest: self.running.pop(digest), **self.pending}
+        self.deaths[digest] += 1
 
     def unfinished(self) -> bool:
         """Whether something still runs or could start; else what is pending needs a stage that failed."""

@@ -86,6 +86,51 @@ def test_work_that_was_interrupted_is_unfinished():
     assert progress.unfinished()
 
 
+class Died:
+    """A Tune trial whose process died, as far as the announcer cares."""
+
+    max_failures = 2
+
+    def __init__(self, digest, recoverable=True):
+        self.config, self.recoverable = {"stage": digest}, recoverable
+
+    def should_recover(self):
+        return self.recoverable
+
+
+def announcer_of(progress, stages):
+    told = []
+    listener = type("Listener", (), {"failed": lambda _, stage, why: told.append((stage.digest, why))})()
+    return schedule.Announcer(stages, progress, [listener]), told
+
+
+def test_a_stage_that_died_between_two_trials_is_next_again_a_few_times():
+    stages = {stage.digest: stage for stage in chain(0, "a")}
+    progress = Progress(dict(stages))
+    announcer, told = announcer_of(progress, stages)
+    searcher = schedule.StageSearcher(progress)
+    for trial in ("t0", "t1"):
+        assert searcher.suggest(trial) == {"stage": "judge0"}
+        searcher.on_trial_complete(trial, error=True)
+        assert progress.unfinished()
+        announcer.on_trial_error(0, [], Died("judge0"))
+        assert told == []
+    assert searcher.suggest("t2") == {"stage": "judge0"}
+    announcer.on_trial_error(0, [], Died("judge0"))
+    assert [digest for digest, _ in told] == ["judge0"]
+    assert not progress.unfinished()
+
+
+def test_a_stage_that_tune_restarted_in_vain_has_failed():
+    stages = {stage.digest: stage for stage in chain(0, "a")}
+    progress = Progress(dict(stages))
+    announcer, told = announcer_of(progress, stages)
+    progress.ready()
+    announcer.on_trial_error(0, [], Died("judge0", recoverable=False))
+    assert "died too often" in told[0][1]
+    assert list(progress.failed) == ["judge0"]
+
+
 @pytest.mark.parametrize(("every_s", "sizes"), [(0.0, [1, 1, 1, 1]), (3600.0, [1, 3])])
 def test_every_epoch_is_reported_once_and_in_order(monkeypatch, every_s, sizes):
     sent = []
