@@ -49,6 +49,10 @@ class Array(StandIn):
     def __init__(self, *_: object) -> None:
         self.found = np.empty(0, np.float32)
 
+    @property
+    def ndim(self) -> int:
+        return self.found.ndim
+
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
         self.found = filled(data, dtype, shape, "F" if fortran else "C")

@@ -62,11 +62,7 @@ def _features_of(content: dict) -> Any:
     for name in FEATURES:
         if content.get(name) is not None:
             return content[name]
-    bags = [
-        value
-        for value in content.values()
-        if isinstance(value, torch.Tensor | pickled_array.Array) and _array(value).ndim == 2
-    ]
+    bags = [value for value in content.values() if getattr(value, "ndim", 0) == 2]
     if len(bags) != 1:
         raise Unreadable(f"a dictionary with {', '.join(map(str, content)) or 'nothing'}; expected `features`")
     return bags[0]
