@@ -50,7 +50,7 @@ def ray_cluster():
 
     ray.init(
         address="local",
-        num_cpus=4,
+        num_cpus=2,
         object_store_memory=400 * 2**20,
         include_dashboard=False,
         log_to_driver=False,

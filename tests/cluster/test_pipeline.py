@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import time
 
 import pytest
 from pipeline_site import fingerprint, leftovers, tiny_config
+from ray._private.state import actors
+from ray.util import placement_group_table
 
 from deco_ray.errors import ConfigError, DecoError
 from deco_ray.experiments.board import Board
@@ -82,7 +85,7 @@ def test_only_a_changed_setting_is_computed_again(finished):
 
 def test_another_number_of_parallel_runs_gives_the_same_bits(finished, tmp_path):
     config, _, _ = finished
-    alone = tiny_config(config.cohort, tmp_path, **{"resources.cpus_per_run": 4, "anchors.backend": "sharded"})
+    alone = tiny_config(config.cohort, tmp_path, **{"resources.cpus_per_run": 2, "anchors.backend": "sharded"})
     run_pipeline(alone, Board(io.StringIO()))
     expected = fingerprint(config.storage)
     found = fingerprint(tmp_path)
@@ -90,14 +93,43 @@ def test_another_number_of_parallel_runs_gives_the_same_bits(finished, tmp_path)
     assert len(found) == 7
 
 
-def test_several_scorers_and_streamed_features_give_the_same_bits(finished, tmp_path):
-    config, _, _ = finished
-    other = {"resources.scorers": 2, "resources.data": "stream", "seeds": [1]}
-    run_pipeline(tiny_config(config.cohort, tmp_path, **other), Board(io.StringIO()))
-    expected = fingerprint(config.storage)
-    found = fingerprint(tmp_path)
+@pytest.fixture(scope="module")
+def scattered(finished, tmp_path_factory):
+    """Seed 1 once more with actors for K-means and scoring, and features that are streamed."""
+    storage = tmp_path_factory.mktemp("scattered")
+    other = {"resources.scorers": 2, "resources.data": "stream", "anchors.backend": "sharded", "seeds": [1]}
+    run_pipeline(tiny_config(finished[0].cohort, storage, **other), Board(io.StringIO()))
+    return storage
+
+
+def test_several_scorers_and_streamed_features_give_the_same_bits(finished, scattered):
+    expected = fingerprint(finished[0].storage)
+    found = fingerprint(scattered)
     assert found == {name: expected[name] for name in found}
     assert len(found) == 4
+
+
+def eventually(check) -> bool:
+    """Whether it holds within the minute that is promised."""
+    end = time.monotonic() + 60
+    while not check():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def test_no_cpu_no_actor_no_reservation_and_no_temporary_file_is_left(scattered, ray_cluster):
+    """Ray Data keeps one actor for statistics and one for its own bookkeeping; neither holds a CPU."""
+    total = ray_cluster.cluster_resources()["CPU"]
+    assert eventually(lambda: ray_cluster.available_resources().get("CPU", 0) == total)
+    assert eventually(lambda: alive_actors() <= {"_StatsActor", "_AutoscalingCoordinatorActor", "AutoscalingRequester"})
+    assert eventually(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
+    assert leftovers(scattered) == []
+
+
+def alive_actors() -> set[str]:
+    return {found["ActorClassName"] for found in actors().values() if found["State"] != "DEAD"}
 
 
 def test_a_failed_seed_leaves_the_others_and_the_same_command_runs_only_what_is_missing(
@@ -137,8 +169,8 @@ def test_a_plain_method_trains_one_model_a_seed(ray_cluster, tiny_cohort, tmp_pa
 
 
 def test_data_parallel_runs_do_not_wait_for_their_own_cpus(ray_cluster, tiny_cohort, tmp_path):
-    """Two workers of two CPUs each fill the cluster: the trial that leads them must hold none."""
-    settings = {"method": "meanpool", "resources.workers_per_run": 2, "resources.cpus_per_run": 2, "training.epochs": 1}
+    """Two workers fill the cluster: the trial that leads them must hold no CPU."""
+    settings = {"method": "meanpool", "resources.workers_per_run": 2, "training.epochs": 1}
     result = run_pipeline(tiny_config(tiny_cohort.uri, tmp_path, seeds=[0], **settings), Board(io.StringIO()))
     assert result.failures == {}
 

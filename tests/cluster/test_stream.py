@@ -113,7 +113,7 @@ def test_a_damaged_part_names_the_slide(ray_cluster, tmp_path):
 
 
 def test_it_streams_inside_an_actor_that_holds_every_cpu(ray_cluster, tiny_cohort):
-    @ray_cluster.remote(num_cpus=4)
+    @ray_cluster.remote(num_cpus=2)
     class Trial:
         def run(self, cohort, ids):
             return [bag.slide_id for bag in stream_bags(cohort, ids)]
