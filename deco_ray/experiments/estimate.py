@@ -11,6 +11,7 @@ from deco_ray.experiments.site import Site
 from deco_ray.experiments.stages import Stage, TrainStage
 from deco_ray.models import create_model
 from deco_ray.models.protocol import Partner
+from deco_ray.training.adam import PlainAdam
 from deco_ray.training.losses import make_criterion
 from deco_ray.training.visits import oversampling_counts
 
@@ -64,7 +65,7 @@ def timed_rate(stage: TrainStage, site: Site) -> float:
     label = torch.tensor(0)
     criterion = make_criterion(spec.training, site.train_counts)
     partner = Partner(bag, label) if model.needs_partner else None
-    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], fused=True)
+    optimiser = PlainAdam([p for p in model.parameters() if p.requires_grad], fused=True)
     started = time.perf_counter()
     for number in range(TIMED_VISITS + 1):
         if number == 1:

@@ -20,6 +20,7 @@ from torch import Tensor
 from deco_ray.models.protocol import Aggregator
 from deco_ray.progress import bar
 from deco_ray.results.metrics import evaluate
+from deco_ray.training.adam import PlainAdam
 from deco_ray.training.checkpoint import TrainingState, load_checkpoint, save_checkpoint
 from deco_ray.training.engine import Engine, Features
 from deco_ray.training.group import Solo
@@ -76,9 +77,7 @@ def train(
             if phase.classifier_only and state.epoch == phase.first:
                 restart_classifier(model, initial, state.best)
                 state.best, state.best_epoch, state.best_score = {}, -1, -1.0
-            optimiser = torch.optim.Adam(
-                trainable(model, phase), lr=section.lr, weight_decay=section.weight_decay, fused=True
-            )
+            optimiser = PlainAdam(trainable(model, phase), lr=section.lr, weight_decay=section.weight_decay, fused=True)
             scaler = torch.amp.GradScaler(device, enabled=engine.mixed)
             if state.epoch > phase.first:
                 optimiser.load_state_dict(state.optimiser)

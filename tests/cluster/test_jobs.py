@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,9 +15,7 @@ import pytest
 import yaml
 from pipeline_site import fingerprint, leftovers, tiny_config
 
-from deco_ray.experiments.board import Board
 from deco_ray.experiments.demo_command import Head, ray_program
-from deco_ray.experiments.pipeline import run_pipeline
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "jobs" / "full_pipeline.py"
@@ -26,7 +24,7 @@ PATIENCE_S = 240
 
 @pytest.fixture(scope="module")
 def head():
-    with Head(cpus=2) as started:
+    with Head(cpus=1) as started:
         yield started
 
 
@@ -42,15 +40,23 @@ def write_config(path, config):
     return path
 
 
-def test_a_submitted_job_gives_the_bits_of_a_local_run(head, ray_cluster, tiny_cohort, tmp_path):
-    local = tiny_config(tiny_cohort.uri, tmp_path / "local", seeds=[0])
-    run_pipeline(local, Board(io.StringIO()))
-    config = tiny_config(tiny_cohort.uri, tmp_path / "job", seeds=[0])
-    done = submit(head, "--config", write_config(tmp_path / "job.yaml", config))
+@pytest.fixture(scope="module")
+def local(head, tiny_cohort, tmp_path_factory):
+    """The configuration of a run by the same script without RAY_ADDRESS, beside the head and in its folder."""
+    root = tmp_path_factory.mktemp("local")
+    config = tiny_config(tiny_cohort.uri, root / "runs", seeds=[0])
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment["RAY_TMPDIR"] = head.folder
+    command = [sys.executable, str(JOB), "--config", str(write_config(root / "job.yaml", config))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "DeCo final (abmil)" in done.stdout
-    assert fingerprint(config.storage) == fingerprint(local.storage)
-    assert len(fingerprint(config.storage)) == 4
+    return config
+
+
+def test_a_local_run_never_joins_a_ray_that_happens_to_run_here(local, head):
+    assert len(fingerprint(local.storage)) == 4
+    sessions = {path.name for path in Path(head.folder).rglob("session_2*")}
+    assert len(sessions) == 2  # the head's, and one of its own
 
 
 def test_bad_arguments_end_with_one_message_and_a_failed_job(head, tmp_path):
@@ -60,12 +66,12 @@ def test_bad_arguments_end_with_one_message_and_a_failed_job(head, tmp_path):
     assert "Traceback" not in done.stdout
 
 
-def test_an_uploaded_working_directory_needs_to_know_where_it_came_from(head, tiny_cohort, tmp_path):
-    """The upload vanishes with the job: refused with advice, or everything goes where DECO_RAY_HOME says."""
+def test_a_submitted_job_gives_the_bits_of_a_local_run(head, local, tiny_cohort, tmp_path):
+    """An uploaded folder vanishes with the job: refused with advice, or everything goes where DECO_RAY_HOME says."""
     upload = tmp_path / "upload"
     upload.mkdir()
     (upload / "note.txt").write_text("uploaded")
-    config = tiny_config(tiny_cohort.uri, "runs", seeds=[0], method="meanpool")
+    config = tiny_config(tiny_cohort.uri, "runs", seeds=[0])
     path = write_config(tmp_path / "job.yaml", config)
     refused = submit(head, "--config", path, options=["--working-dir", str(upload)])
     assert refused.returncode == 1
@@ -74,21 +80,23 @@ def test_an_uploaded_working_directory_needs_to_know_where_it_came_from(head, ti
     environment = f'{{"env_vars": {{"DECO_RAY_HOME": "{tmp_path}"}}}}'
     done = submit(head, "--config", path, options=["--working-dir", str(upload), "--runtime-env-json", environment])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(fingerprint(tmp_path / "runs")) == 1
+    assert "DeCo final (abmil)" in done.stdout
+    assert fingerprint(tmp_path / "runs") == fingerprint(local.storage)
 
 
 def test_a_killed_and_then_stopped_job_leaves_no_actors_and_goes_on_later(head, tiny_cohort, tmp_path):
-    config = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], method="abmil", **{"training.epochs": 400})
+    config = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], method="abmil", **{"training.epochs": 200})
     path = write_config(tmp_path / "job.yaml", config)
-    for name, end in (("to-kill", kill_driver), ("to-stop", stop_job)):
+    for name, prepared in (("to-kill", killer), ("to-stop", stopper)):
         submitted = time.time()
         command = [ray_program(), "job", "submit", "--address", head.address, "--no-wait", "--submission-id", name]
         subprocess.run([*command, "--", sys.executable, str(JOB), "--config", str(path)], env=head.env, check=True)
+        end = prepared(head, name, path)
         deadline = time.monotonic() + PATIENCE_S
         while not [p for p in tmp_path.glob("runs/*/work/model-*/checkpoint.pt") if p.stat().st_mtime > submitted]:
             assert time.monotonic() < deadline, "the training never wrote a checkpoint"
             time.sleep(0.1)
-        end(head, name, path)
+        end()
         assert trials_alive(head) == []
         assert not [kind for kind in fingerprint(config.storage) if kind.startswith("model/")]
         assert not [name for name in leftovers(config.storage) if name.endswith(".tmp")]
@@ -97,18 +105,30 @@ def test_a_killed_and_then_stopped_job_leaves_no_actors_and_goes_on_later(head, 
     assert "resumed" in done.stdout
 
 
-def stop_job(head, name: str, config: Path) -> None:
-    stop = [ray_program(), "job", "stop", "--address", head.address, name]
-    subprocess.run(stop, env=head.env, check=True, capture_output=True)
+def stopper(head, name: str, config: Path) -> Callable[[], None]:
+    """What `ray job stop` asks of the head, without its start-up, during which the training would go on."""
+    program = "import sys; from ray.job_submission import JobSubmissionClient as Client; client = Client(sys.argv[1])"
+    command = [sys.executable, "-c", f"{program}; input(); client.stop_job(sys.argv[2])", head.address, name]
+    process = subprocess.Popen(command, env=head.env, stdin=subprocess.PIPE)
+
+    def stop() -> None:
+        process.communicate(b"now\n", timeout=PATIENCE_S)
+        assert process.returncode == 0
+
+    return stop
 
 
-def kill_driver(head, name: str, config: Path) -> None:
+def killer(head, name: str, config: Path) -> Callable[[], None]:
     """SIGKILL to the script itself, which has no chance to clean up after itself."""
-    for process in psutil.Process(head.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.cmdline()[:2] == [sys.executable, str(JOB)] and str(config) in process.cmdline():
-                return process.kill()
-    raise AssertionError("the job's driver was not found")
+
+    def kill() -> None:
+        for process in psutil.Process(head.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline()[:2] == [sys.executable, str(JOB)] and str(config) in process.cmdline():
+                    return process.kill()
+        raise AssertionError("the job's driver was not found")
+
+    return kill
 
 
 def trials_alive(head) -> list[str]:
@@ -122,14 +142,3 @@ def trials_alive(head) -> list[str]:
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.2)
-
-
-def test_a_local_run_never_joins_a_ray_that_happens_to_run_here(head, tiny_cohort, tmp_path):
-    """Without RAY_ADDRESS the script starts its own Ray, even beside a head node."""
-    config = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], method="meanpool")
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment["RAY_TMPDIR"] = head.folder
-    command = [sys.executable, str(JOB), "--config", str(write_config(tmp_path / "job.yaml", config))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(fingerprint(config.storage)) == 1

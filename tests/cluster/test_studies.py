@@ -30,7 +30,7 @@ def write(path, tree):
 def base(ray_cluster, tiny_cohort, tmp_path_factory):
     """A finished pipeline, and its configuration as a file."""
     folder = tmp_path_factory.mktemp("studies")
-    config = tiny_config(tiny_cohort.uri, folder / "runs", **{"report.heatmaps": 0})
+    config = tiny_config(tiny_cohort.uri, folder / "runs", **{"report.heatmaps": 0, "resources.max_concurrent": 1})
     run_pipeline(config, Board(io.StringIO()))
     return config, write(folder / "base.yaml", config.model_dump(mode="json")), folder
 

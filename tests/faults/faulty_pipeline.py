@@ -1,6 +1,7 @@
 """Run as a program: pipelines in a row on a Ray of their own, with the faults each asks for.
 
-The one argument is JSON: {"nodes": 0 or how many, "store_mb": ..., "acts": [{"config": {...}, "faults": [...]}]}.
+The one argument is JSON:
+{"nodes": 0 or how many, "cpus": ..., "store_mb": ..., "acts": [{"config": {...}, "faults": [...]}]}.
 A fault strikes when its stage reports its `at`-th result. A trial waits until its report was heard, so the
 moment is exact however slow the machine is; `delay` seconds later is the only random part (chaos).
 One line of JSON per act goes to standard output.
@@ -144,7 +145,7 @@ def main() -> None:
     if nodes is None:
         ray.init(
             address="local",
-            num_cpus=2,
+            num_cpus=play.get("cpus", 2),
             object_store_memory=store * 2**20,
             include_dashboard=False,
             log_to_driver=False,

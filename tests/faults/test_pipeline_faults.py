@@ -82,7 +82,7 @@ def stage(tmp_path_factory):
     part = broken / "patches" / "part-00000.parquet"
     part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
     calm, large_calm = act(cohort, root / "calm"), act(large, root / "large calm", **LARGE)
-    first = results(play(calm, large_calm))
+    first = results(play(calm, large_calm, cpus=1))
     late, spoilt = (without_finals(root / "calm", root / name) for name in ("late", "spoilt"))
     assignments = next(spoilt.glob("*/anchors/*/assignments.parquet"))
     assignments.write_bytes(assignments.read_bytes()[:-200])
@@ -174,10 +174,10 @@ def test_a_killed_and_then_interrupted_driver_goes_on_where_it_was(stage):
     """
     root, storage = stage["root"], stage["root"] / "driver"
     settings = {"tracking.enabled": True, "tracking.log_models": False}
-    first = play(act(stage["cohort"], storage, fault("driver", "contributions seed 0"), **settings))
+    first = play(act(stage["cohort"], storage, fault("driver", "contributions seed 0"), **settings), cpus=1)
     assert first.returncode == -signal.SIGKILL
     assert any(name.startswith("model/") for name in stamps(storage))
-    again = play(act(stage["cohort"], storage, fault("interrupt", "final seed 1", 2), **settings))
+    again = play(act(stage["cohort"], storage, fault("interrupt", "final seed 1", 2), **settings), cpus=1)
     assert again.returncode not in (0, -signal.SIGKILL)
     assert again.stderr.rstrip().endswith("KeyboardInterrupt"), again.stderr[-3000:]
     assert "not logged to MLflow" not in again.stderr
@@ -187,7 +187,7 @@ def test_a_killed_and_then_interrupted_driver_goes_on_where_it_was(stage):
     assert not [path for path in leftovers(storage) if path.endswith(".tmp")]
     before = stamps(storage)
     assert list(storage.glob("*/work/model-*/checkpoint.pt"))
-    (told,) = results(play(act(stage["cohort"], storage, **settings)))
+    (told,) = results(play(act(stage["cohort"], storage, **settings), cpus=1))
     assert told["failures"] == {}
     assert fingerprint(storage) == fingerprint(root / "calm")
     after = stamps(storage)
@@ -211,7 +211,7 @@ def test_a_node_lost_at_every_stage_costs_time_only(stage):
 def test_an_object_store_too_small_for_the_cohort_streams_it(stage):
     root = stage["root"]
     assert "in shared memory" in stage["acts"]["large calm"]["said"]
-    (told,) = results(play(act(stage["large"], root / "small", **LARGE), store_mb=76))
+    (told,) = results(play(act(stage["large"], root / "small", **LARGE), cpus=1, store_mb=76))
     assert "streamed" in told["said"]
     assert told["failures"] == {}
     assert fingerprint(root / "small") == fingerprint(root / "large calm")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from deco_ray.training.spec import RunSpec
 KILLS = 5
 # processes that are forked from one which has imported everything: the imports take longer than the training
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["deco_ray.training.runner", "torch._dynamo"])
+PROCESSES.set_forkserver_preload(["deco_ray.training.runner"])
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def train(uri: str, root: Path, told) -> None:
     )
     source = InMemory(cohort)
     run_training(spec, cohort, split, ArtefactStore(root), ResourceSection(), source, report=lambda row: told.send(row))
+    assert "torch._dynamo" not in sys.modules  # torch's compiler: seconds of every training process for nothing
     told.send(spec.digest)
 
 

@@ -13,6 +13,7 @@ from deco_ray.config import ModelSection, TrainingSection
 from deco_ray.errors import ModelError
 from deco_ray.keys import generator, torch_seed
 from deco_ray.models import Aggregator, Visit, create_model
+from deco_ray.training.adam import PlainAdam
 from deco_ray.training.checkpoint import CHECKPOINT
 from deco_ray.training.phases import Phase, learning_rate
 from deco_ray.training.slides import LocalSource, RunSlides
@@ -175,6 +176,21 @@ def test_the_first_epoch_against_a_plain_loop(slides, source):
         if name == "score.bias":  # softmax ignores it: its gradient is rounding noise, which Adam blows up
             continue
         torch.testing.assert_close(outcome.state[name], value, atol=1e-6, rtol=1e-5)
+
+
+def test_adam_takes_torchs_steps_bit_for_bit():
+    ends = []
+    for kind in (PlainAdam, torch.optim.Adam):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(5, 3)
+        optimiser = kind(layer.parameters(), lr=1e-2, weight_decay=1e-3, fused=True)
+        for _ in range(5):
+            optimiser.zero_grad()
+            layer(torch.randn(4, 5)).square().sum().backward()
+            optimiser.step()
+            optimiser.load_state_dict(optimiser.state_dict())
+        ends.append([layer.weight, *optimiser.state[layer.weight].values()])
+    assert all(torch.equal(left, right) for left, right in zip(*ends, strict=True))
 
 
 def test_the_earliest_of_equal_epochs_wins(slides, source, monkeypatch):
