@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,7 @@ def run_search(file: SearchFile, config: Config, board: Board) -> Found:
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
     place = Workplace({}, study.sites, study.sources(set(study.sites), board), config.resources)
     stage = next(stage for stage in study.graph if isinstance(stage, TrainStage))
+    teller = Teller(board)
     tuner = tune.Tuner(
         tune.with_resources(
             tune.with_parameters(try_settings, config=config, place=place), placement(stage, config.resources)
@@ -128,16 +130,27 @@ def run_search(file: SearchFile, config: Config, board: Board) -> Found:
             name="search",
             storage_path=str(work),
             verbose=0,
-            callbacks=[Teller(board)],
+            callbacks=[teller],
             failure_config=tune.FailureConfig(max_failures=config.resources.max_failures),
         ),
     )
+    begun = time.monotonic()
     try:
         grid = tuner.fit()
         trials = pd.DataFrame([trial_row(grid[number], file) for number in range(len(grid))])
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return conclude(file, config, trials, site.store.root / "searches" / key)
+    folder = site.store.root / "searches" / key
+    if cut_short(file, teller.count + grid.num_errors, time.monotonic() - begun):
+        so_far = f"; the best so far: {conclude(file, config, trials, folder).path}" if teller.count else ""
+        board.say(f"interrupted after {teller.count} of {file.trials} trials{so_far}")
+        raise KeyboardInterrupt
+    return conclude(file, config, trials, folder)
+
+
+def cut_short(file: SearchFile, ended: int, seconds: float) -> bool:
+    """Whether trials are missing that neither failed nor ran out of time: Tune takes Ctrl-C and returns as if done."""
+    return ended < file.trials and (file.hours is None or seconds < file.hours * 3600)
 
 
 def prepare(file: SearchFile, study: Study, board: Board) -> None:

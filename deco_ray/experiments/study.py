@@ -72,8 +72,15 @@ class Study:
         for stage in self.graph:
             if stage.digest not in todo:
                 board.stage(stage.title, "", reused=True)
-        if not todo:
-            return {}
+        try:
+            if todo:
+                self.failures = self._make(todo, board, listeners)
+        finally:
+            for site in self.sites.values():
+                site.store.sweep()  # what killed processes left, of this command and of earlier ones
+        return self.failures
+
+    def _make(self, todo: dict[str, Stage], board: Board, listeners: Sequence[Listener]) -> dict[str, str]:
         connect(self.base.resources)
         self.make_anchors({stage.anchors for stage in todo.values() if isinstance(stage, ScoreStage)}, board)
         board.total = len(todo)
@@ -83,13 +90,7 @@ class Study:
             todo, self.sites, self.sources({stage.site for stage in todo.values()}, board), self.base.resources
         )
         root = next(iter(self.sites.values())).store.root
-        folder = root / "work" / f"tune-{owner()}"
-        try:
-            self.failures = run_stages(todo, place, folder, [board, *listeners])
-        finally:
-            for site in self.sites.values():
-                site.store.sweep()  # what killed processes left, of this command and of earlier ones
-        return self.failures
+        return run_stages(todo, place, root / "work" / f"tune-{owner()}", [board, *listeners])
 
     def make_anchors(self, wanted: set[str], board: Board) -> None:
         """Anchors first, on the whole cluster: they are parallel inside and everything of DeCo waits for them."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import platform
+import subprocess
 import time
 
 import pytest
@@ -53,13 +55,18 @@ def test_the_report_has_its_files(finished):
 
 
 def test_a_second_run_trains_nothing_and_says_so(finished):
+    """It also takes away what a driver left that was killed when all was done."""
     config, result, _ = finished
     before = fingerprint(config.storage)
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
+    (result.site.store.root / "work" / f"tune-{platform.node()}~{dead.pid}~0123abcd").mkdir(parents=True)
     stamps = {path: path.stat().st_mtime_ns for path in result.report.parent.parent.parent.glob("*/*/artefact.json")}
     out = io.StringIO()
     again = run_pipeline(config, Board(out))
     assert out.getvalue().count("reused") == 7  # two judges, tables, finals and the report
     assert fingerprint(config.storage) == before
+    assert leftovers(config.storage) == []
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
     assert again.table.plain() == result.table.plain()
 

@@ -4,6 +4,7 @@ import pytest
 
 from deco_ray.artefacts import ArtefactStore
 from deco_ray.experiments import schedule
+from deco_ray.experiments.search import SearchFile, cut_short
 from deco_ray.experiments.stages import Progress, StageGraph
 
 
@@ -141,3 +142,12 @@ def test_every_epoch_is_reported_once_and_in_order(monkeypatch, every_s, sizes):
     reports.send()
     assert [len(rows) for rows in sent] == sizes
     assert [row["epoch"] for rows in sent for row in rows] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("ended", "hours", "seconds", "interrupted"),
+    [(3, None, 9, False), (2, None, 9, True), (2, 1.0, 60, True), (2, 1.0, 3601, False), (3, 1.0, 60, False)],
+)
+def test_a_search_that_ends_early_was_interrupted_unless_its_time_is_up(ended, hours, seconds, interrupted):
+    file = SearchFile(kind="search", title="t", trials=3, hours=hours, space={"masking.lam": {"low": 0.0, "high": 1.0}})
+    assert cut_short(file, ended, seconds) is interrupted
