@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import optuna
 import pandas as pd
 import yaml
 from pydantic import Field, model_validator
@@ -106,6 +107,7 @@ def run_search(file: SearchFile, config: Config, board: Board) -> Found:
     work = site.store.root / "work" / f"search-{uuid.uuid4().hex[:8]}"
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # trials are told by the board
     place = Workplace({}, study.sites, study.sources(set(study.sites), board), config.resources)
     stage = next(stage for stage in study.graph if isinstance(stage, TrainStage))
     teller = Teller(board)
