@@ -9,6 +9,8 @@ export RAY_AUTH_MODE ?= token
 export RAY_USAGE_STATS_ENABLED ?= 0
 export RAY_DATA_DISABLE_PROGRESS_BARS ?= 1
 export MLFLOW_DISABLE_TELEMETRY ?= true
+# Every Ray worker imports the package: let the first one keep its bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test browser check audit bench ui fuzz chaos clean
 
