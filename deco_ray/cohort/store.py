@@ -49,7 +49,9 @@ class Cohort:
         meta = parse_meta(_read(filesystem, f"{root}/cohort.json", str(uri)), shown(uri))
         try:
             with filesystem.open_input_file(f"{root}/slides.parquet") as file:
-                slides = pq.read_table(file).select(SLIDES.names).to_pandas(ignore_metadata=True)
+                table = pq.read_table(file).select(SLIDES.names)
+            table.validate(full=True)  # ids that are no text would only be noticed where somebody uses them
+            slides = table.to_pandas(ignore_metadata=True)
         except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
             raise CohortError(f"cannot read {shown(uri)}/slides.parquet: {error}; ingest the cohort again") from error
         return cls(str(uri), meta, slides)

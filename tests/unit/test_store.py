@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import write_tiny_cohort
 
 from deco_ray.cohort import Cohort
 from deco_ray.cohort.pages import Part, is_plain, plain_values
@@ -150,6 +151,16 @@ def test_slides_indexed_by_another_tool_read_the_same(tmp_path):
     assert torch.equal(again.bag("s2").features, cohort.bag("s2").features)
     pq.write_table(pa.Table.from_pandas(cohort.slides.drop(columns="row_group")), path)
     with pytest.raises(CohortError, match=r"cannot read .*slides.parquet.*row_group"):
+        Cohort.open(tmp_path / "c")
+
+
+def test_a_slide_id_that_is_no_text_is_refused_when_the_cohort_is_opened(tmp_path):
+    write_tiny_cohort(tmp_path / "c")
+    path = tmp_path / "c" / "slides.parquet"
+    whole = path.read_bytes()
+    assert b"s0_000" in whole
+    path.write_bytes(whole.replace(b"s0_000", b"s0_0\xb40"))
+    with pytest.raises(CohortError, match=r"cannot read .*slides.parquet.*ingest the cohort again"):
         Cohort.open(tmp_path / "c")
 
 
