@@ -10,7 +10,6 @@ import itertools
 import os
 import shutil
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search.optuna import OptunaSearch
 
-from deco_ray.artefacts import digest, write_atomically
+from deco_ray.artefacts import digest, owner, write_atomically
 from deco_ray.config import Config, Section, build, load_config, read_yaml, with_settings
 from deco_ray.errors import StageError
 from deco_ray.experiments.board import Board
@@ -104,7 +103,7 @@ def run_search(file: SearchFile, config: Config, board: Board) -> Found:
     prepare(file, study, board)
     site = study.site(config)
     key = digest({"search": file.model_dump(mode="json"), "split": site.split.digest})
-    work = site.store.root / "work" / f"search-{uuid.uuid4().hex[:8]}"
+    work = site.store.root / "work" / f"tune-{owner()}"  # swept by a later run, should this one be killed
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # trials are told by the board
