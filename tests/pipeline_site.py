@@ -1,16 +1,29 @@
-"""For tests of whole pipelines: a tiny configuration, and a fingerprint of everything that must not change."""
+"""For tests of stages and pipelines: tiny settings, features in memory, fingerprints of what must not change."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 
+from deco_ray.cohort import Cohort
 from deco_ray.config import Config, with_settings
+from deco_ray.training.slides import LocalSource
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Features of a tiny cohort without Ray's object store: the stage runs in this process."""
+
+    cohort: Cohort
+
+    def open(self) -> LocalSource:
+        return LocalSource.read(self.cohort, self.cohort.slides["slide_id"])
 
 
 def tiny_config(cohort: str, storage: Path | str, **settings) -> Config:

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from pipeline_site import fingerprint, leftovers, tiny_config
+from pipeline_site import InMemory, fingerprint, leftovers, tiny_config
 
 from deco_ray.cohort import Cohort
 from deco_ray.errors import DecoError
 from deco_ray.experiments.schedule import Workplace, make
 from deco_ray.experiments.session import check_storage
 from deco_ray.experiments.study import Study
-from deco_ray.training.slides import LocalSource
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """Features of a tiny cohort without Ray's object store: the stage runs in this process."""
-
-    cohort: Cohort
-
-    def open(self) -> LocalSource:
-        return LocalSource.read(self.cohort, self.cohort.slides["slide_id"])
 
 
 def train_judge(cohort: Cohort, storage: Path) -> Study:

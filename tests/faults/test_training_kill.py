@@ -7,11 +7,11 @@ import multiprocessing
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from pipeline_site import InMemory
 
 from deco_ray.artefacts import ArtefactStore
 from deco_ray.cohort import Cohort
@@ -19,21 +19,12 @@ from deco_ray.cohort.splits import make_split
 from deco_ray.config import ModelSection, ResourceSection, SplitSection, TrainingSection
 from deco_ray.keys import generator
 from deco_ray.training.runner import run_training
-from deco_ray.training.slides import LocalSource
 from deco_ray.training.spec import RunSpec
 
 KILLS = 5
 # processes that are forked from one which has imported everything: the imports take longer than the training
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["deco_ray.training.runner"])
-
-
-@dataclass(frozen=True)
-class InMemory:
-    cohort: Cohort
-
-    def open(self) -> LocalSource:
-        return LocalSource.read(self.cohort, self.cohort.slides["slide_id"])
 
 
 def train(uri: str, root: Path, told) -> None:
