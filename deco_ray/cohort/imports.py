@@ -18,10 +18,12 @@ def read_clam_split(path: str | Path) -> dict[str, str]:
     columns = {part: header.index(part) for part in PARTS if part in header}
     if "train" not in columns:
         raise CohortError(f"{path} has the columns {', '.join(header)}; CLAM's splits have train,val,test")
-    cells = [(part, row[at].strip()) for part, at in columns.items() for row in rows if at < len(row)]
-    if {cell for _, cell in cells} <= {"True", "False"}:
-        cells = [(part, row[0].strip()) for part, at in columns.items() for row in rows if row[at].strip() == "True"]
-    return _assignment(path, cells)
+    filled = [(part, row, row[at].strip()) for part, at in columns.items() for row in rows if at < len(row)]
+    if {cell for _, _, cell in filled} - {"True", "False"}:
+        return _assignment(path, [(part, cell) for part, _, cell in filled])
+    if header[0] in columns:
+        raise CohortError(f"{path} is a table of booleans without the slide ids; CLAM has them in the first column")
+    return _assignment(path, [(part, row[0].strip()) for part, row, cell in filled if cell == "True"])
 
 
 def read_mil_baseline_split(path: str | Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""By hand or from `make chaos`: 1,000 slides scored and 200 tiny trainings in one process; memory must stay flat.
+"""Part of `make chaos`: 1,000 slides scored and 200 tiny trainings in one process; memory must stay flat.
 
     python tests/faults/soak.py [--slides 1000] [--trainings 200]
 
@@ -12,7 +12,6 @@ import gc
 import json
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -20,25 +19,15 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from conftest import write_tiny_cohort
-from pipeline_site import tiny_config
+from pipeline_site import InMemory, tiny_config
 from scoring_site import make_site
 
-from deco_ray.cohort import Cohort
 from deco_ray.config import CounterfactualSection, with_settings
 from deco_ray.counterfactual.scoring import score_slides
 from deco_ray.experiments.schedule import Workplace, make
 from deco_ray.experiments.study import Study
-from deco_ray.training.slides import LocalSource
 
 LIMIT = 0.10  # growth allowed after the first tenth
-
-
-@dataclass(frozen=True)
-class InMemory:
-    cohort: Cohort
-
-    def open(self) -> LocalSource:
-        return LocalSource.read(self.cohort, self.cohort.slides["slide_id"])
 
 
 def resident_mb() -> float:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from hypothesis import HealthCheck, given, settings
+from fuzzing import fuzz, speaks
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deco_ray.cohort.imports import read_split
@@ -13,14 +12,6 @@ from deco_ray.cohort.labels import match_labels, read_labels, resolve_classes
 from deco_ray.config import Config, keys, load_config
 from deco_ray.errors import CohortError, ConfigError
 
-EXAMPLES = int(os.environ.get("DECO_RAY_FUZZ_EXAMPLES", "150"))
-fuzz = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    database=None,
-    derandomize="DECO_RAY_FUZZ_EXAMPLES" not in os.environ,
-    suppress_health_check=list(HealthCheck),
-)
 WORDS = [
     "anchors",
     "k",
@@ -67,12 +58,6 @@ WORDS = [
 words = st.sampled_from([*WORDS, ": ", "- ", "? ", "\n", "\n  ", "\t", "\ufeff", "\x00", "%YAML 9"])
 yaml_like = st.lists(words | st.text(max_size=5), max_size=14).map("".join)
 values = st.text(max_size=20) | st.integers().map(str) | st.floats().map(str) | yaml_like
-
-
-def speaks(error: Exception, name: str = "") -> None:
-    """A refusal says something, and where."""
-    assert str(error)
-    assert name in str(error)
 
 
 def write(path, text: str | bytes) -> None:

@@ -23,6 +23,8 @@ def test_clam_columns_are_ragged_and_ids_text(tmp_path):
 def test_clam_booleans_say_the_same(tmp_path):
     path = write(tmp_path / "splits_0_bool.csv", ",train,val,test\n007,True,False,False\nb,False,False,True\n")
     assert read_clam_split(path) == {"007": "train", "b": "test"}
+    write(path, ",train,val,test\n007,True\nb,False,False,True\n")  # a short row
+    assert read_clam_split(path) == {"007": "train", "b": "test"}
 
 
 def test_mil_baseline_paths_become_ids(tmp_path):
@@ -39,6 +41,7 @@ def test_mil_baseline_paths_become_ids(tmp_path):
         ("x,y\n1,2\n", "have train,val,test"),
         ("", "is empty"),
         (",train,val,test\n0,,,\n", "names no slides"),
+        ("train,val,test\nTrue", "booleans without the slide ids"),
     ],
 )
 def test_what_is_no_split_is_refused(tmp_path, text, message):
