@@ -103,7 +103,7 @@ class ArtefactStore:
 
     def sweep(self) -> None:
         """Remove what killed processes left half-written; resumable state stays."""
-        for pattern in ("*/.*.tmp", ".*.tmp", "work/tune-*"):
+        for pattern in (".*.tmp", "*/.*.tmp", "work/*/.*.tmp", "work/tune-*"):
             for path in filter(is_abandoned, self.root.glob(pattern)):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Shared by all tests: a tiny cohort on disk, one local Ray cluster for a whole session."""
+"""Shared by all tests: a tiny cohort on disk, one local Ray cluster for a whole session, and what none may leave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices: a second thread 
 os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
+import time
+from collections.abc import Callable
+
 import numpy as np
+import psutil
 import pytest
 
 from deco_ray.cohort.schema import CohortMeta
@@ -56,5 +60,37 @@ def ray_cluster():
         log_to_driver=False,
         logging_level="error",
     )
+    before = psutil.Process().children(recursive=True)
     yield ray
     ray.shutdown()
+    eventually(lambda: not [process for process in before if process.is_running()], "processes of Ray")
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request):
+    """After each test on the session's Ray: every CPU free, no actor and no reservation left."""
+    yield
+    if "ray_cluster" in request.fixturenames:
+        ray = request.getfixturevalue("ray_cluster")
+        eventually(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], "CPUs in use")
+        eventually(lambda: alive_actors() <= RAY_DATAS_OWN, "actors")
+        groups = ray.util.placement_group_table
+        eventually(lambda: all(group["state"] == "REMOVED" for group in groups().values()), "placement groups")
+
+
+# Ray Data keeps these for its statistics and bookkeeping; none holds a CPU
+RAY_DATAS_OWN = {"_StatsActor", "_AutoscalingCoordinatorActor", "AutoscalingRequester"}
+
+
+def alive_actors() -> set[str]:
+    from ray._private.state import actors
+
+    return {found["ActorClassName"] for found in actors().values() if found["State"] != "DEAD"}
+
+
+def eventually(check: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
+    """Ray cleans up behind the caller's back; within the minute that is promised it must be done."""
+    end = time.monotonic() + within_s
+    while not check():
+        assert time.monotonic() < end, f"left behind: {what}"
+        time.sleep(0.1)

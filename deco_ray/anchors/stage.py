@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,7 @@ from deco_ray.anchors.assignments import Assign, write_assignments
 from deco_ray.anchors.kmeans import fit
 from deco_ray.anchors.lloyd import Fit
 from deco_ray.anchors.pool import ANCHORS, NORMALS, Draw, quotas
-from deco_ray.artefacts import ArtefactStore, digest, write_atomically
+from deco_ray.artefacts import ArtefactStore, digest, temporary_beside, write_atomically
 from deco_ray.cohort.splits import Split
 from deco_ray.cohort.store import Cohort
 from deco_ray.cohort.stream import map_bags
@@ -43,11 +43,12 @@ def ensure_anchors(cohort: Cohort, split: Split, section: AnchorSection, store: 
     key = digest(inputs)
     if not store.exists(KIND, key):
         work = store.work(KIND, key)
-        try:
-            _make(cohort, split, section, store, key, inputs)
-        except DecoError:  # a fault of the input, not of the machine: nothing of it is worth resuming
-            shutil.rmtree(work, ignore_errors=True)
-            raise
+        with store.explaining():
+            try:
+                _make(cohort, split, section, store, key, inputs)
+            except DecoError:  # a fault of the input, not of the machine: nothing of it is worth resuming
+                shutil.rmtree(work, ignore_errors=True)
+                raise
     return key, store.path(KIND, key)
 
 
@@ -114,22 +115,23 @@ def write_pools(cohort: Cohort, plan: Plan, seed: int, work: Path) -> dict[str, 
     final = {pool: work / f"{pool}-pool.npy" for pool in plan}
     if all(path.is_file() for path in final.values()):
         return final
-    temporary = {pool: path.with_name(f".{uuid.uuid4().hex[:8]}-{path.name}") for pool, path in final.items()}
-    arrays = {
-        pool: np.lib.format.open_memmap(
-            temporary[pool], mode="w+", dtype=np.float32, shape=(sum(plan[pool].values()), cohort.dim)
-        )
-        for pool in plan
-    }
-    filled = dict.fromkeys(plan, 0)
-    slides = list(plan[ANCHORS])
-    for _, drawn in map_bags(cohort, slides, Draw(seed, plan), label="anchors: pool"):
-        for pool, rows in drawn.items():
-            arrays[pool][filled[pool] : filled[pool] + len(rows)] = rows
-            filled[pool] += len(rows)
-    for pool, path in final.items():
-        arrays[pool].flush()
-        os.replace(temporary[pool], path)
+    temporary = {pool: temporary_beside(path) for pool, path in final.items()}
+    try:
+        with contextlib.ExitStack() as stack:
+            # written, not mapped: a disk that fills up behind a mapping ends the process with SIGBUS
+            files = {pool: stack.enter_context(open(path, "wb")) for pool, path in temporary.items()}
+            for pool, file in files.items():
+                shape = (sum(plan[pool].values()), cohort.dim)
+                header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+            for _, drawn in map_bags(cohort, list(plan[ANCHORS]), Draw(seed, plan), label="anchors: pool"):
+                for pool, rows in drawn.items():
+                    files[pool].write(np.ascontiguousarray(rows, "<f4").data)
+        for pool, path in final.items():
+            os.replace(temporary[pool], path)
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
     return final
 
 

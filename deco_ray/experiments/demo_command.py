@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import socket
@@ -12,6 +13,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from deco_ray.errors import DecoError
 
@@ -85,11 +88,13 @@ class Head:
         )
 
     def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+            self.process.terminate()
+            for process in psutil.wait_procs(family, timeout=20)[1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.process.wait()
         self.log.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -34,10 +34,15 @@ class TrainingState:
     resumes: int = 0
 
 
-def save_checkpoint(folder: Path, state: TrainingState) -> None:
+def save_tensors(path: Path, content: dict[str, Any]) -> None:
+    """Through memory: torch's own writer turns a full disk into a RuntimeError that names neither disk nor reason."""
     buffer = io.BytesIO()
-    torch.save({entry.name: getattr(state, entry.name) for entry in fields(state)}, buffer)
-    write_atomically(folder / CHECKPOINT, buffer.getvalue())
+    torch.save(content, buffer)
+    write_atomically(path, buffer.getvalue())
+
+
+def save_checkpoint(folder: Path, state: TrainingState) -> None:
+    save_tensors(folder / CHECKPOINT, {entry.name: getattr(state, entry.name) for entry in fields(state)})
 
 
 def load_checkpoint(folder: Path) -> TrainingState | None:

@@ -15,6 +15,7 @@ from deco_ray.cohort.store import Cohort
 from deco_ray.models.protocol import Aggregator
 from deco_ray.models.saved import FACTS, WEIGHTS
 from deco_ray.results.metrics import evaluate
+from deco_ray.training.checkpoint import save_tensors
 from deco_ray.training.engine import Engine
 from deco_ray.training.group import Solo
 from deco_ray.training.loop import Outcome
@@ -48,7 +49,7 @@ def write_run(
         "post_hoc_tau": spec.training.post_hoc_tau,
         "seed": spec.seed,
     }
-    torch.save(outcome.state, folder / WEIGHTS)
+    save_tensors(folder / WEIGHTS, outcome.state)
     (folder / FACTS).write_text(json.dumps(facts, indent=1))
     pd.DataFrame(outcome.history).to_parquet(folder / "history.parquet", index=False)
     tables = []

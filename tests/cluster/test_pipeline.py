@@ -6,12 +6,9 @@ import io
 import json
 import platform
 import subprocess
-import time
 
 import pytest
 from pipeline_site import fingerprint, leftovers, tiny_config
-from ray._private.state import actors
-from ray.util import placement_group_table
 
 from deco_ray.errors import ConfigError, DecoError
 from deco_ray.experiments.board import Board
@@ -90,43 +87,15 @@ def test_only_a_changed_setting_is_computed_again(finished):
     assert "[2/2]" in out.getvalue()
 
 
-@pytest.fixture(scope="module")
-def scattered(finished, tmp_path_factory):
+def test_several_scorers_and_streamed_features_give_the_same_bits(finished, tmp_path):
     """Seed 1 once more with actors for K-means and scoring, and features that are streamed."""
-    storage = tmp_path_factory.mktemp("scattered")
     other = {"resources.scorers": 2, "resources.data": "stream", "anchors.backend": "sharded", "seeds": [1]}
-    run_pipeline(tiny_config(finished[0].cohort, storage, **other), Board(io.StringIO()))
-    return storage
-
-
-def test_several_scorers_and_streamed_features_give_the_same_bits(finished, scattered):
+    run_pipeline(tiny_config(finished[0].cohort, tmp_path, **other), Board(io.StringIO()))
     expected = fingerprint(finished[0].storage)
-    found = fingerprint(scattered)
+    found = fingerprint(tmp_path)
     assert found == {name: expected[name] for name in found}
     assert len(found) == 4
-
-
-def eventually(check) -> bool:
-    """Whether it holds within the minute that is promised."""
-    end = time.monotonic() + 60
-    while not check():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.2)
-    return True
-
-
-def test_no_cpu_no_actor_no_reservation_and_no_temporary_file_is_left(scattered, ray_cluster):
-    """Ray Data keeps one actor for statistics and one for its own bookkeeping; neither holds a CPU."""
-    total = ray_cluster.cluster_resources()["CPU"]
-    assert eventually(lambda: ray_cluster.available_resources().get("CPU", 0) == total)
-    assert eventually(lambda: alive_actors() <= {"_StatsActor", "_AutoscalingCoordinatorActor", "AutoscalingRequester"})
-    assert eventually(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
-    assert leftovers(scattered) == []
-
-
-def alive_actors() -> set[str]:
-    return {found["ActorClassName"] for found in actors().values() if found["State"] != "DEAD"}
+    assert leftovers(tmp_path) == []
 
 
 def test_a_failed_seed_leaves_the_others_and_the_same_command_runs_only_what_is_missing(

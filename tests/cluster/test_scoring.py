@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 
 import numpy as np
 import pytest
@@ -48,16 +47,6 @@ def test_one_table_for_any_number_of_scorers(site, tmp_path, ray_cluster):
         np.testing.assert_allclose(own["effect_label"], wanted.effects[:, wanted.label], atol=1e-5)
         np.testing.assert_allclose(own["effect_rival"], wanted.effects[:, wanted.rival], atol=1e-5)
         assert own["anchor"].max() < K
-
-
-def test_processors_are_given_back(site, ray_cluster):
-    ensure_contributions(
-        site.cohort, site.split, site.anchors, site.judge, CounterfactualSection(), site.store, scorers=2
-    )
-    deadline = time.time() + 60
-    while ray_cluster.available_resources().get("CPU") != ray_cluster.cluster_resources()["CPU"]:
-        assert time.time() < deadline
-        time.sleep(0.2)
 
 
 def test_a_finished_table_is_not_scored_again(site):

@@ -1,7 +1,8 @@
 """Run as a program: pipelines in a row on a Ray of their own, with the faults each asks for.
 
 The one argument is JSON:
-{"nodes": 0 or how many, "cpus": ..., "store_mb": ..., "acts": [{"config": {...}, "faults": [...]}]}.
+{"nodes": 0 or how many, "cpus": ..., "store_mb": ...,
+ "acts": [{"before": [a command], "config": {...}, "faults": [...]}]}.
 A fault strikes when its stage reports its `at`-th result. A trial waits until its report was heard, so the
 moment is exact however slow the machine is; `delay` seconds later is the only random part (chaos).
 One line of JSON per act goes to standard output.
@@ -16,6 +17,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -152,6 +154,8 @@ def main() -> None:
             logging_level="error",
         )
     for act in play["acts"]:
+        if "before" in act:
+            subprocess.run(act["before"], check=True)
         print(json.dumps(perform(act, nodes)), flush=True)
     ray.shutdown()
     if nodes is not None:

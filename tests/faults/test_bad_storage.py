@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,21 +20,32 @@ from deco_ray.experiments.session import check_storage
 from deco_ray.experiments.study import Study
 
 
-def train_judge(cohort: Cohort, storage: Path) -> Study:
+def train_judge(cohort: Cohort, storage: Path, report: Callable[[dict], None] = lambda metrics: None) -> Study:
     config = tiny_config(cohort.uri, storage, seeds=[0])
     study = Study(config)
     study.add(config)
     judge = next(stage for stage in study.graph if stage.title == "judge seed 0")
     place = Workplace(study.graph.stages, study.sites, {cohort.checksum: InMemory(cohort)}, config.resources)
-    make(judge, place, lambda metrics: None)
+    make(judge, place, report)
     return study
 
 
 @pytest.fixture(scope="module")
-def calm(tiny_cohort, tmp_path_factory):
+def calm_storage(tiny_cohort, tmp_path_factory):
     storage = tmp_path_factory.mktemp("calm")
     train_judge(tiny_cohort, storage)
-    return fingerprint(storage)
+    return storage
+
+
+@pytest.fixture(scope="module")
+def calm(calm_storage):
+    return fingerprint(calm_storage)
+
+
+@pytest.fixture(scope="module")
+def needed(calm_storage) -> int:
+    """What a judge takes on a disk whose blocks have 4 kB."""
+    return sum(-(-path.stat().st_size // 4096) * 4096 for path in calm_storage.glob("*/model/*/*"))
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
@@ -56,6 +71,34 @@ def test_the_stage_says_so_and_the_same_command_completes(write, reason, tiny_co
     train_judge(tiny_cohort, tmp_path)
     assert fingerprint(tmp_path) == calm
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(("epoch", "short_kb"), [(0, 4), *((1, short) for short in (4, 8, 12, 16, 20, 24, 100, 300))])
+def test_a_disk_that_is_really_full_is_told_wherever_it_fills_up(epoch, short_kb, disk, tiny_cohort, calm, needed):
+    """By one block or by more: files are written by torch, pyarrow and ourselves, each with errors of its own."""
+    storage, others = disk.path / f"runs {epoch} {short_kb}", disk.path / "others"
+    subprocess.run(disk.remount("size=16m"), check=True)
+
+    def fill(metrics: dict) -> None:
+        if metrics["epoch"] == epoch:
+            others.write_bytes(bytes(shutil.disk_usage(disk.path).free - max(0, needed - 1024 * short_kb)))
+
+    with pytest.raises(DecoError, match=r"cannot write to .*No space left on device.*make room"):
+        train_judge(tiny_cohort, storage, fill)
+    assert fingerprint(storage) == {}
+    assert not [path for path in storage.rglob("*") if path.name.endswith(".tmp")]
+    others.write_bytes(b"")
+    train_judge(tiny_cohort, storage)
+    assert fingerprint(storage) == calm
+    assert leftovers(storage) == []
+    shutil.rmtree(storage)
+
+
+def test_a_read_only_disk_is_told_before_anything_runs(disk):
+    gc.collect()  # a failed test's frames hold files open
+    subprocess.run(disk.remount("ro"), check=True)
+    with pytest.raises(DecoError, match=r"cannot write to the storage folder .*Read-only file system.*set `storage`"):
+        check_storage(str(disk.path / "runs"))
 
 
 def test_a_storage_that_cannot_be_made_is_told_before_anything_runs(tmp_path):

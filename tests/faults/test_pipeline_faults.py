@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sqlite3
@@ -16,6 +17,7 @@ from pipeline_site import fingerprint, leftovers, tiny_config
 
 PROGRAM = Path(__file__).with_name("faulty_pipeline.py")
 PATIENCE_S = 900  # for a hang only: no result depends on it
+FAIL_FAST_S = 30  # an error that no retry can mend ends the job within this
 LARGE = {"seeds": [0], "judge.options": {"hidden": 16}, "model.options": {"hidden": 16}, "training.epochs": 1}
 pytestmark = pytest.mark.timeout(2000)
 
@@ -71,7 +73,7 @@ def without_finals(storage: Path, target: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory):
+def stage(tmp_path_factory, mounted):
     """A calm pipeline, and on the same Ray those whose faults leave the driver alive."""
     root = tmp_path_factory.mktemp("faults")
     cohort = write_tiny_cohort(root / "tiny").uri
@@ -87,7 +89,7 @@ def stage(tmp_path_factory):
     assignments = next(spoilt.glob("*/anchors/*/assignments.parquet"))
     assignments.write_bytes(assignments.read_bytes()[:-200])
     kept = stamps(late)
-    names = ("trials", "truncated", "late", "spoilt", "untracked", "tracked")
+    names = ("trials", "truncated", "late", "spoilt", "untracked", "tracked", *(("full", "mended") if mounted else ()))
     tracking = {"tracking.enabled": True, "tracking.log_models": False}
     tried = results(
         play(
@@ -103,10 +105,29 @@ def stage(tmp_path_factory):
             act(cohort, spoilt),
             act(cohort, root / "tracked", seeds=[0], **tracking, **{"tracking.uri": "http://127.0.0.1:1"}),
             act(cohort, root / "tracked", seeds=[0], **tracking),
+            *(full_disk(cohort, mounted) if mounted else ()),
         )
     )
     found = dict(zip(names, tried, strict=True)) | dict(zip(("calm", "large calm"), first, strict=True))
     return {"root": root, "cohort": cohort, "large": large, "kept": kept, "acts": found}
+
+
+def full_disk(cohort, disk) -> list[dict]:
+    """The same command on a disk with room for anchors but not for a checkpoint, and again when it is larger."""
+    again = act(cohort, disk.path / "runs", seeds=[0])
+    return [{**again, "before": disk.remount(f"size={size}")} for size in ("700k", "64m")]
+
+
+def test_a_full_disk_is_told_and_the_same_command_completes_when_there_is_room(stage, disk):
+    full, mended = stage["acts"]["full"], stage["acts"]["mended"]
+    assert re.search(r"judge seed 0: cannot write to .*No space left on device.*make room", full["error"])
+    assert full["starts"] == {"judge seed 0": 1}
+    assert full["seconds"] < FAIL_FAST_S
+    assert mended["failures"] == {}
+    expected, found = fingerprint(stage["root"] / "calm"), fingerprint(disk.path / "runs")
+    assert found == {name: expected[name] for name in found}
+    assert len(found) == 4
+    assert leftovers(disk.path / "runs") == []
 
 
 def test_killed_trials_resume_by_themselves(stage):
@@ -121,6 +142,7 @@ def test_killed_trials_resume_by_themselves(stage):
 
 def test_a_truncated_part_is_told_with_its_slide_and_nothing_is_half_written(stage):
     told = stage["acts"]["truncated"]
+    assert told["seconds"] < FAIL_FAST_S
     assert "slide s" in told["error"]
     assert "the cohort is damaged, ingest it again" in told["error"]
     assert fingerprint(stage["root"] / "truncated") == {}
@@ -137,6 +159,7 @@ def test_a_part_truncated_late_costs_only_what_still_needs_it(stage):
 
 def test_a_deterministic_error_is_tried_once_and_names_its_stage(stage):
     told = stage["acts"]["spoilt"]
+    assert told["seconds"] < FAIL_FAST_S
     assert "final seed 1: " in told["error"]
     assert "assignments.parquet" in told["error"]
     assert told["starts"] == {"final seed 0": 1, "final seed 1": 1}

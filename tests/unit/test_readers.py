@@ -236,3 +236,32 @@ def test_all_zero_patches_are_refused():
     features[[2, 4]] = 0
     with pytest.raises(Unreadable, match="2 of 6 patches are all zero, first patch 2"):
         check_values(features)
+
+
+def test_damaged_texts_are_refused_before_hdf5_goes_round_in_them_for_ever(tmp_path):
+    """Free space of no size in the heap of texts: HDF5 never gets past it. Readers that need no text do not look."""
+    path = write_h5(tmp_path / "a.h5", {"unit": "um", "tile_size_um": 256.0}, "file", feats=bag(), coords=GRID)
+    data = bytearray(path.read_bytes())
+    heap = data.index(b"GCOL")
+    free = heap + 16 + 16 + 8  # behind the heap's header and its one text of up to eight bytes
+    assert data[free : free + 2] == b"\0\0"
+    data[free + 8 : free + 16] = bytes(8)
+    path.write_bytes(data)
+    with pytest.raises(Unreadable, match="its texts are damaged"):
+        READERS["stamp"](path)
+    np.testing.assert_array_equal(READERS["clam"](path).features, bag())
+
+
+def test_h5_with_anything_but_numbers_is_not_read(tmp_path):
+    """Data of variable length can crash HDF5 itself; as an attribute it is passed over, as features refused."""
+    path = write_h5(tmp_path / "a.h5", {"patch_size_level0": 512, "notes": "x"}, features=bag(), coords=GRID)
+    lengthy = np.empty(1, object)
+    lengthy[0] = np.arange(3)
+    with h5py.File(path, "r+") as file:
+        file["coords"].attrs.create("level0_width", lengthy, dtype=h5py.vlen_dtype(np.int64))
+    slide = READERS["trident"](path)
+    assert (slide.patch_size_level0, slide.level0_width) == (512.0, None)
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file.create_dataset("features", (3,), h5py.vlen_dtype(np.float32))
+    with pytest.raises(Unreadable, match="the dataset features does not hold numbers"):
+        READERS["trident"](tmp_path / "b.h5")

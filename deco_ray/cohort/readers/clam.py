@@ -32,7 +32,7 @@ def geometry(path: Path) -> Geometry:
         return None, None, None
     try:
         with hdf5.opened(patches) as file:
-            attributes = dict(hdf5.dataset(file, "coords").attrs)
+            attributes = hdf5.numbers(hdf5.dataset(file, "coords"))
     except Unreadable as error:
         raise Unreadable(f"{patches.name} in {patches.parent}: {error}") from error
     patch_size, level = number(attributes.get("patch_size")), _pair(attributes.get("level_dim"))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 
 from deco_ray.cohort.readers.raw import Unreadable
+
+NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT)
 
 
 @contextlib.contextmanager
@@ -25,10 +29,14 @@ def opened(path: Path) -> Iterator[h5py.File]:
 
 
 def dataset(file: h5py.File, *names: str) -> h5py.Dataset:
-    """The first of these datasets that is there."""
+    """The first of these datasets that is there; it holds numbers."""
     for name in names:
-        if isinstance(file.get(name), h5py.Dataset):
-            return file[name]
+        found = file.get(name)
+        if isinstance(found, h5py.Dataset):
+            # looked at before anything is read: HDF5 itself can crash on damaged data of variable length
+            if found.id.get_type().get_class() not in NUMBERS:
+                raise Unreadable(f"the dataset {name} does not hold numbers")
+            return found
     # a damaged name comes as bytes or with surrogates, which no terminal prints
     held = ", ".join(sorted(str(key).encode("utf-8", "backslashreplace").decode() for key in file)) or "nothing"
     raise Unreadable(f"no dataset {' or '.join(names)} in the file, which holds {held}")
@@ -36,4 +44,48 @@ def dataset(file: h5py.File, *names: str) -> h5py.Dataset:
 
 def array(file: h5py.File, name: str) -> np.ndarray | None:
     """The dataset in memory, or none if the file has no such dataset."""
-    return file[name][()] if isinstance(file.get(name), h5py.Dataset) else None
+    return dataset(file, name)[()] if isinstance(file.get(name), h5py.Dataset) else None
+
+
+def numbers(owner: h5py.File | h5py.Dataset) -> dict[str, Any]:
+    """Its attributes that are numbers; whatever else there is has no use here."""
+    kinds = {name: owner.attrs.get_id(name).get_type().get_class() for name in owner.attrs}
+    return {name: owner.attrs[name] for name, kind in kinds.items() if kind in NUMBERS}
+
+
+def text(file: h5py.File, name: str) -> str:
+    """An attribute of the file as text; empty where there is none."""
+    if name not in file.attrs:
+        return ""
+    kind = file.attrs.get_id(name).get_type()
+    if kind.get_class() != h5py.h5t.STRING:
+        raise Unreadable(f"the attribute {name} is no text")
+    if kind.is_variable_str():
+        check_heaps(file)
+    value = np.asarray(file.attrs[name]).reshape(-1)
+    first = value[0] if value.size else ""
+    return first.decode("utf-8", "replace") if isinstance(first, bytes) else str(first)
+
+
+def check_heaps(file: h5py.File) -> None:
+    """Refuse damaged global heaps, where texts of any length lie: HDF5 goes round in them for ever.
+
+    A heap is GCOL, a version, its size, and objects of a 16-byte header and data, one behind the other. An object of
+    index 0 is what is free; its size counts the header, that of the others does not.
+    """
+    damaged = Unreadable("its texts are damaged; write the file again")
+    if file.id.get_create_plist().get_sizes() != (8, 8):  # bytes of an address and of a length, as everybody has them
+        raise damaged
+    with open(file.filename, "rb") as raw, mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = -1
+        while (at := data.find(b"GCOL\x01", at + 1)) >= 0:
+            end = at + int.from_bytes(data[at + 8 : at + 16], "little")
+            if end > len(data):
+                raise damaged
+            here = at + 16
+            while end - here >= 16:
+                index, size = int.from_bytes(data[here : here + 2], "little"), data[here + 8 : here + 16]
+                step = int.from_bytes(size, "little")
+                here += step if index == 0 else 16 + -(-step // 8) * 8
+                if here > end or (index == 0 and step < 16):
+                    raise damaged

@@ -21,9 +21,8 @@ PIXELS = {"px", "pixel", "pixels"}
 def read(path: Path) -> RawSlide:
     with hdf5.opened(path) as file:
         features = bag_features(hdf5.dataset(file, "feats", "features")[()])
-        coords, attributes = hdf5.array(file, "coords"), dict(file.attrs)
-    unit = attributes.get("unit")
-    unit = (unit.decode() if isinstance(unit, bytes) else str(unit or "")).strip().lower()
+        coords, attributes = hdf5.array(file, "coords"), hdf5.numbers(file)
+        unit = hdf5.text(file, "unit").strip().lower()
     tile_px = number(attributes.get("tile_size_px")) or TILE_PX
     tile_um = number(attributes.get("tile_size_um"))
     if unit in MICRONS:

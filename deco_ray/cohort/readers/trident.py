@@ -12,7 +12,7 @@ def read(path: Path) -> RawSlide:
     with hdf5.opened(path) as file:
         features = bag_features(hdf5.dataset(file, "features")[()])
         coords = hdf5.array(file, "coords")
-        attributes = {} if coords is None else dict(file["coords"].attrs)
+        attributes = {} if coords is None else hdf5.numbers(file["coords"])
     return RawSlide(
         features,
         pixel_coords(coords, len(features)),
