@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import psutil
 import pytest
+from small_disk import Disk, mount
 
 from deco_ray.cohort.schema import CohortMeta
 from deco_ray.cohort.store import Cohort
@@ -47,11 +48,25 @@ def tiny_cohort(tmp_path_factory) -> Cohort:
     return write_tiny_cohort(tmp_path_factory.mktemp("cohorts") / "tiny")
 
 
+@pytest.fixture(scope="module")
+def mounted(tmp_path_factory):
+    with mount(tmp_path_factory.mktemp("disk")) as found:
+        yield found
+
+
+@pytest.fixture
+def disk(mounted) -> Disk:
+    if mounted is None:
+        pytest.skip("this user may not mount a small disk")
+    return mounted
+
+
 @pytest.fixture(scope="session")
 def ray_cluster():
     """One local Ray for the whole session; never joins a cluster that happens to run on the machine."""
     import ray
 
+    before = set(psutil.Process().children(recursive=True))
     ray.init(
         address="local",
         num_cpus=2,
@@ -60,10 +75,17 @@ def ray_cluster():
         log_to_driver=False,
         logging_level="error",
     )
-    before = psutil.Process().children(recursive=True)
+    started = set(psutil.Process().children(recursive=True)) - before
     yield ray
     ray.shutdown()
-    eventually(lambda: not [process for process in before if process.is_running()], "processes of Ray")
+    eventually(lambda: not [process for process in started if lives(process)], "processes of Ray")
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(autouse=True)

@@ -218,17 +218,18 @@ def _pass(format: str, parts: Sequence[tuple], shape: Shape, work: Path | None) 
     folder = None if work is None else work.absolute()
 
     def check_and_write(batch: pa.Table) -> pa.Table:
-        texts: list[str] = []
-        for index in batch["index"].to_pylist():
-            try:
-                answer: dict = {"outcomes": [asdict(outcome) for outcome in write_part(plans[index], folder)]}
-            except CohortError as error:
-                answer = {"error": str(error)}
-            texts.append(json.dumps(answer))
-        return pa.table({"index": batch["index"], "answer": texts})
+        index = batch["index"][0].as_py()
+        try:
+            answer: dict = {"outcomes": [asdict(outcome) for outcome in write_part(plans[index], folder)]}
+        except CohortError as error:
+            answer = {"error": str(error)}
+        return pa.table({"index": [index], "answer": [json.dumps(answer)]})
 
     written = []
-    manifest = [pa.table({"index": [index]}) for index in range(len(plans))]
+    manifest = [
+        pa.table({"slide_id": [file.slide_id for file in plan.files], "index": [index] * len(plan.files)})
+        for index, plan in enumerate(plans)
+    ]
     with bar(sum(map(len, parts)), "ingest", "slide") as shown:
         for table in run_blocks(manifest, check_and_write):
             for index, text in zip(table["index"].to_pylist(), table["answer"].to_pylist()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 import traceback
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 import ray
 import ray.data
 import torch
+from ray.experimental import internal_kv
 
 from deco_ray.cohort.packing import Arrays, pack, unpack
 from deco_ray.cohort.store import Bag, Cohort
@@ -24,6 +26,8 @@ from deco_ray.progress import bar
 
 BLOCK_BYTES = 64 * 2**20  # of features behind one task: a few large slides, or many small ones
 ERROR = "the block's error"  # the one column of what a failed task returns
+NUMBER = "the block's number"
+ATTEMPTS = 4  # a lost process or node costs one
 LEAST_BLOCKS = 8  # so that a small cohort still keeps a few workers busy
 
 
@@ -92,12 +96,14 @@ def run_blocks(
 ) -> Iterator[pa.Table]:
     """`work` of every table as one Ray Data task each; results in order.
 
-    With a `concurrency` the tasks run only so far ahead of the caller; without it results should be small.
+    A table has a column slide_id, so that a task which keeps killing its process can be told by its slides. With a
+    `concurrency` the tasks run only so far ahead of the caller; without it results should be small.
     """
-    given = list(tables)
+    given = [table.append_column(NUMBER, pa.array([number] * len(table))) for number, table in enumerate(tables)]
     if not given:
         return
     _start_ray()
+    run = f"deco_ray/{uuid.uuid4().hex}/"
     # from_arrow would look at its tables in a task that asks for a CPU, and wait for ever where all are taken
     manifest = ray.data.from_blocks(given)
     manifest.context.execution_options.preserve_order = True
@@ -110,7 +116,8 @@ def run_blocks(
 
     def guarded(batch: pa.Table) -> pa.Table:
         try:
-            return work(batch)
+            count_attempt(f"{run}{batch[NUMBER][0].as_py()}", batch["slide_id"].to_pylist())
+            return work(batch.drop_columns([NUMBER]))
         except Exception as error:  # Ray Data would try a failed task again without end
             return pa.table({ERROR: [_portable(error)]})
 
@@ -122,10 +129,24 @@ def run_blocks(
         compute=None if size is None else ray.data.TaskPoolStrategy(size=size),
     )
     tables = results.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=1)
-    for table in cast(Iterator[pa.Table], tables):
-        if ERROR in table.column_names:
-            raise pickle.loads(table[ERROR][0].as_py())
-        yield table
+    try:
+        for table in cast(Iterator[pa.Table], tables):
+            if ERROR in table.column_names:
+                raise pickle.loads(table[ERROR][0].as_py())
+            yield table
+    finally:
+        internal_kv._internal_kv_del(run, del_by_prefix=True)
+
+
+def count_attempt(key: str, slide_ids: list[str]) -> None:
+    """Give up what killed its process too often: Ray Data starts a task whose process died again without end."""
+    attempts = int(internal_kv._internal_kv_get(key) or 0) + 1
+    if attempts > ATTEMPTS:
+        raise StageError(
+            f"the process that works on slides {slide_ids[0]} to {slide_ids[-1]} died {ATTEMPTS} times: it runs out of "
+            "memory, or one of their files crashes its reader; give it more memory or leave the slide out"
+        )
+    internal_kv._internal_kv_put(key, str(attempts))
 
 
 def ray_put(value: object) -> ray.ObjectRef:

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +59,24 @@ def test_a_local_run_never_joins_a_ray_that_happens_to_run_here(local, head):
     assert len(fingerprint(local.storage)) == 4
     sessions = {path.name for path in Path(head.folder).rglob("session_2*")}
     assert len(sessions) == 2  # the head's, and one of its own
+
+
+def test_the_job_api_asks_for_the_token_and_listens_on_this_machine_only(head):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{head.address}/api/jobs/", timeout=60)
+    assert refused.value.code in (401, 403)
+    family = [psutil.Process(head.process.pid), *psutil.Process(head.process.pid).children(recursive=True)]
+    open_to = {
+        place.laddr.ip for process in family for place in listening(process) if place.laddr.port == head.dashboard
+    }
+    assert open_to == {"127.0.0.1"}
+
+
+def listening(process: psutil.Process) -> list:
+    try:
+        return [place for place in process.net_connections("tcp") if place.status == psutil.CONN_LISTEN]
+    except psutil.Error:
+        return []
 
 
 def test_bad_arguments_end_with_one_message_and_a_failed_job(head, tmp_path):

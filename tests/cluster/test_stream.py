@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
+import signal
 import time
 
 import numpy as np
 import pytest
 import torch
+from ray.experimental import internal_kv
 
+from deco_ray.cohort import stream
 from deco_ray.cohort.schema import CohortMeta
 from deco_ray.cohort.store import Bag, Cohort
 from deco_ray.cohort.stream import blocks, map_bags, stream_bags
@@ -94,6 +99,32 @@ def test_errors_arrive_as_what_they_were_and_name_the_slide(ray_cluster, tiny_co
     with pytest.raises(ZeroDivisionError) as crashed:
         list(map_bags(tiny_cohort, ids[:2], bug))
     assert f"in slide {ids[0]}" in crashed.value.__notes__[0]
+
+
+def test_a_killed_process_is_tried_again_but_not_for_ever(ray_cluster, tiny_cohort, tmp_path):
+    """As an out-of-memory killer or a file that crashes a library would: nothing lost, nothing doubled, or told."""
+    ids = list(tiny_cohort.slides["slide_id"])
+
+    def dies(bag: Bag, times: int) -> dict[str, np.ndarray]:
+        if bag.slide_id == ids[5]:
+            with open(tmp_path / str(times), "ab") as deaths:
+                deaths.write(b".")
+                deaths.flush()
+                if deaths.tell() <= times:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    once = functools.partial(dies, times=1)
+    assert [slide for slide, _ in map_bags(tiny_cohort, ids, once)] == ids
+    assert (tmp_path / "1").stat().st_size == 2
+    started = time.monotonic()
+    block = next(block for block in blocks(tiny_cohort, ids) if ids[5] in block)
+    with pytest.raises(StageError, match=f"slides {block[0]} to {block[-1]} died 4 times") as told:
+        list(map_bags(tiny_cohort, ids, functools.partial(dies, times=99)))
+    assert "memory" in str(told.value)
+    assert time.monotonic() - started < 60
+    assert (tmp_path / "99").stat().st_size == stream.ATTEMPTS
+    assert internal_kv._internal_kv_list("deco_ray/") == []
 
 
 def test_a_function_that_does_not_reach_the_workers_is_told(ray_cluster, tiny_cohort):

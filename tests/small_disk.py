@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,9 @@ class Disk:
         return ["mount", "-o", ",".join(["remount", *options]), str(self.path)]
 
 
-@pytest.fixture(scope="module")
-def mounted(tmp_path_factory):
+@contextlib.contextmanager
+def mount(path: Path) -> Iterator[Disk | None]:
     """A disk of 16 MB; None where this user may not mount one."""
-    path = tmp_path_factory.mktemp("disk")
     try:
         command = ["mount", "-t", "tmpfs", "-o", "size=16m", "deco-ray-test", str(path)]
         subprocess.run(command, check=True, capture_output=True)
@@ -30,10 +29,3 @@ def mounted(tmp_path_factory):
         return
     yield Disk(path)
     subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-@pytest.fixture
-def disk(mounted) -> Disk:
-    if mounted is None:
-        pytest.skip("this user may not mount a small disk")
-    return mounted
