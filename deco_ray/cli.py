@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from deco_ray import __version__
+from deco_ray.artefacts import UNWRITABLE
 from deco_ray.errors import DecoError
 
 Command = Callable[[list[str]], int | None]
@@ -76,6 +77,12 @@ def guarded(command: Command, arguments: list[str]) -> int:
         # Ray wraps what a worker raised and adds the worker's traceback to the text; the cause is clean
         cause = getattr(error, "cause", None)
         print(f"error: {cause if isinstance(cause, DecoError) else error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        where = f" to {error.filename}" if error.filename else ""
+        print(f"error: cannot write{where}: {error.strerror}; make room there or choose another place", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import ray
 
 from deco_ray.anchors.kmeans import Rows, borders, farthest_chunk, open_rows, scan_chunk, shares, unit_chunk
 from deco_ray.anchors.lloyd import Farthest, Partial
+from deco_ray.errors import StageError
 
+DEATHS = 10  # of one worker: by then it is its own work that kills it
 Source = tuple[int, int, Any]  # first row, one past the last, path of the .npy file or reference to the rows
 
 
@@ -57,7 +59,7 @@ class ShardedScanner:
         # more workers than CPUs share them: asking for more than the cluster has would wait for ever
         share = 1 / math.ceil(count / cpus)
         actor: Any = ray.remote(ChunkWorker).options(
-            num_cpus=share, max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD"
+            num_cpus=share, max_restarts=DEATHS, max_task_retries=DEATHS, scheduling_strategy="SPREAD"
         )
         # kept: an actor that starts again needs its rows again
         self.sources = [[_source(x, *border) for border in dealt] for dealt in shares(n, count)]
@@ -72,20 +74,31 @@ class ShardedScanner:
             ray.kill(worker)
 
     def processes(self) -> list[dict[str, Any]]:
-        return ray.get([worker.process.remote() for worker in self.workers])
+        return answers(worker.process.remote() for worker in self.workers)
 
     def scan(self, centroids: np.ndarray) -> Iterator[Partial]:
         shared = ray.put(centroids)
-        return self._in_order(ray.get([worker.scan.remote(shared) for worker in self.workers]))
+        return self._in_order(answers(worker.scan.remote(shared) for worker in self.workers))
 
     def farthest(self, centroids: np.ndarray, count: int) -> Iterator[Farthest]:
         shared = ray.put(centroids)
-        return self._in_order(ray.get([worker.farthest.remote(shared, count) for worker in self.workers]))
+        return self._in_order(answers(worker.farthest.remote(shared, count) for worker in self.workers))
 
     def _in_order(self, answers: list[list[Any]]) -> Iterator[Any]:
         """Undo the dealing of `shares`: chunk i is answer i // workers of worker i % workers."""
         for chunk in range(sum(map(len, answers))):
             yield answers[chunk % len(answers)][chunk // len(answers)]
+
+
+def answers(asked: Iterable[ray.ObjectRef]) -> list[Any]:
+    """What the workers answer; one that keeps dying is given up, since it would die again."""
+    try:
+        return ray.get(list(asked))
+    except ray.exceptions.RayActorError as error:
+        raise StageError(
+            f"a K-means worker died more than {DEATHS} times, probably out of memory; lower anchors.pool_per_anchor "
+            "or use larger nodes"
+        ) from error
 
 
 def _source(x: Rows, first: int, last: int) -> Source:

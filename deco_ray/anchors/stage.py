@@ -21,7 +21,7 @@ from deco_ray.anchors.lloyd import Fit
 from deco_ray.anchors.pool import ANCHORS, NORMALS, Draw, quotas
 from deco_ray.artefacts import ArtefactStore, digest, temporary_beside, write_atomically
 from deco_ray.cohort.splits import Split
-from deco_ray.cohort.store import Cohort
+from deco_ray.cohort.store import Cohort, shown
 from deco_ray.cohort.stream import map_bags
 from deco_ray.config import AnchorSection
 from deco_ray.errors import CohortError, DecoError
@@ -58,7 +58,7 @@ def check_split(cohort: Cohort, split: Split) -> None:
     if made_for != cohort.checksum:
         raise CohortError(
             f"split {split.name!r} was made for other data (checksum {made_for[:8]}) than cohort {cohort.name} at "
-            f"{cohort.uri} holds now ({cohort.checksum[:8]}); make the split again with `deco-ray split`"
+            f"{shown(cohort.uri)} holds now ({cohort.checksum[:8]}); make the split again with `deco-ray split`"
         )
 
 

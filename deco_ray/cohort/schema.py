@@ -58,6 +58,11 @@ def parse_meta(text: str | bytes, where: str) -> CohortMeta:
         raise CohortError(f"{where} has cohort format {meta.format_version}; this release reads {FORMAT_VERSION}")
     if meta.dtype not in ("float32", "float16"):
         raise CohortError(f"{where}/cohort.json: dtype {meta.dtype!r} is neither float32 nor float16")
+    if meta.classes and not 0 <= meta.normal_class < len(meta.classes):
+        raise CohortError(
+            f"{where}/cohort.json: normal_class {meta.normal_class} is none of its {len(meta.classes)} classes, "
+            "which count from 0"
+        )
     return meta
 
 

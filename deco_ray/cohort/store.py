@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,7 @@ from pyarrow import fs
 from torch import Tensor
 
 from deco_ray.cohort.pages import Part
-from deco_ray.cohort.schema import SLIDES, CohortMeta, parse_meta, part_name
+from deco_ray.cohort.schema import SLIDES, CohortMeta, check_slide_id, parse_meta, part_name
 from deco_ray.errors import CohortError
 
 OPEN_PARTS = 16  # parsed Parquet footers kept per process
@@ -52,7 +51,8 @@ class Cohort:
                 table = pq.read_table(file).select(SLIDES.names)
             table.validate(full=True)  # ids that are no text would only be noticed where somebody uses them
             slides = table.to_pandas(ignore_metadata=True)
-        except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
+            check_slides(slides)
+        except (OSError, ValueError, LookupError, TypeError, pa.ArrowException, CohortError) as error:
             raise CohortError(f"cannot read {shown(uri)}/slides.parquet: {error}; ingest the cohort again") from error
         return cls(str(uri), meta, slides)
 
@@ -125,13 +125,25 @@ class Cohort:
         return Cohort, (self.uri, self.meta, self.slides)
 
 
+def check_slides(slides: pd.DataFrame) -> None:
+    """A cohort may come from anywhere: its slide ids name files later, so they are checked as at ingest."""
+    ids = slides["slide_id"].tolist()
+    if slides["slide_id"].isna().any():
+        raise CohortError("a slide has no id")
+    for slide in ids:
+        check_slide_id(slide)
+    if len(set(ids)) != len(ids):
+        doubled = slides["slide_id"][slides["slide_id"].duplicated()].iloc[0]
+        raise CohortError(f"slide {doubled} is listed twice")
+
+
 def shown(uri: str | os.PathLike[str]) -> str:
     """The URI for a message: without the credentials and options it may carry."""
-    text = str(uri)
-    if "://" not in text:
-        return text
-    parts = urlsplit(text)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    scheme, separator, rest = str(uri).partition("://")
+    if not separator:
+        return str(uri)
+    # up to the last @: a secret may itself hold any character, a slash included
+    return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
 
 
 @functools.lru_cache(maxsize=32)
@@ -143,7 +155,7 @@ def locate(uri: str) -> tuple[fs.FileSystem, str]:
             return filesystem, path.rstrip("/")
         return fs.LocalFileSystem(), uri.rstrip("/") or "/"
     except (pa.ArrowInvalid, OSError) as error:
-        raise CohortError(f"cannot open {shown(uri)}: {error}") from error
+        raise CohortError(f"cannot open {shown(uri)}: {str(error).replace(uri, shown(uri))}") from None
 
 
 def _read(filesystem: fs.FileSystem, path: str, uri: str) -> bytes:

@@ -135,7 +135,8 @@ def run_blocks(
                 raise pickle.loads(table[ERROR][0].as_py())
             yield table
     finally:
-        internal_kv._internal_kv_del(run, del_by_prefix=True)
+        if ray.is_initialized():  # else its memory went with it
+            internal_kv._internal_kv_del(run, del_by_prefix=True)
 
 
 def count_attempt(key: str, slide_ids: list[str]) -> None:

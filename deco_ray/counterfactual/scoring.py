@@ -176,7 +176,7 @@ def _on_actors(
             start(scorer)
             yield scorer, timing
     except RayTaskError as error:
-        if isinstance(error.cause, DecoError):
+        if isinstance(error.cause, DecoError | OSError):  # the caller explains a full disk
             raise error.cause from None
         raise
     finally:

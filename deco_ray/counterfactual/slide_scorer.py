@@ -18,7 +18,7 @@ import torch
 from deco_ray.anchors.artefact import Anchors
 from deco_ray.anchors.assignments import load_assignments
 from deco_ray.artefacts import write_atomically
-from deco_ray.cohort.store import Bag, Cohort
+from deco_ray.cohort.store import Bag, Cohort, shown
 from deco_ray.config import CounterfactualSection
 from deco_ray.counterfactual.effects import Contributions, contributions, log_prior
 from deco_ray.counterfactual.replacements import Replacements, replacements
@@ -56,7 +56,9 @@ def plan_chunks(cohort: Cohort, slide_ids: Sequence[str]) -> list[Chunk]:
 def opened(uri: str, checksum: str) -> Cohort:
     cohort = Cohort.open(uri)
     if cohort.checksum != checksum:
-        raise StageError(f"the cohort at {uri} is no longer the one this scoring began with; run the command again")
+        raise StageError(
+            f"the cohort at {shown(uri)} is no longer the one this scoring began with; run the command again"
+        )
     return cohort
 
 

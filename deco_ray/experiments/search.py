@@ -31,6 +31,7 @@ from deco_ray.experiments.schedule import Workplace, describe, make, placement
 from deco_ray.experiments.session import connect
 from deco_ray.experiments.stages import Stage, TrainStage
 from deco_ray.experiments.study import Study
+from deco_ray.results.redact import redact_tree
 
 METRIC = "val_macro_f1"
 ANCHOR_KEYS = ("anchors.", "split.", "cohort")
@@ -225,8 +226,10 @@ def conclude(file: SearchFile, config: Config, trials: pd.DataFrame, folder: Pat
     head = f"# {file.title}: best of {len(trials)} trials, {score}\n"
     head += "# Command: ray job submit -- python jobs/full_pipeline.py --config <this file>\n"
     tree = differences(chosen.model_dump(mode="json"), Config().model_dump(mode="json"))
+    if (clean := redact_tree(tree)) != tree:
+        head += "# Credentials were left out: put them back where *** stands, or set them in the environment\n"
     path = folder / "best.yaml"
-    write_atomically(path, head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    write_atomically(path, head + yaml.safe_dump(clean, sort_keys=False, allow_unicode=True))
     write_atomically(folder / "trials.csv", trials.sort_values(METRIC, ascending=False).to_csv(index=False))
     return Found(best, float(row[METRIC]), trials, path, int(trials["failure"].notna().sum()))
 

@@ -50,8 +50,10 @@ def check_storage(storage: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".write-test-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
+        try:
+            probe.write_bytes(bytes(4096))  # a full disk still takes empty files
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise DecoError(
             f"cannot write to the storage folder {path}: {error.strerror}; set `storage` to another"

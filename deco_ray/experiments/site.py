@@ -13,6 +13,7 @@ from deco_ray.artefacts import ArtefactStore, write_atomically
 from deco_ray.cohort import Cohort
 from deco_ray.cohort.presets import PRESETS
 from deco_ray.cohort.splits import Split, frequency_groups, leaks, resolve_split
+from deco_ray.cohort.store import shown
 from deco_ray.config import Config
 from deco_ray.errors import CohortError, ConfigError
 from deco_ray.experiments.session import check_storage
@@ -74,7 +75,8 @@ def check_paper_dataset(config: Config, cohort: Cohort) -> None:
     if len(cohort.classes) != expected:
         raise ConfigError(
             f"paper.dataset = {dataset!r} has {expected} classes, but the cohort {cohort.name} at "
-            f"{config.cohort} has {len(cohort.classes)}: {', '.join(cohort.classes)}; is this another cohort's config?"
+            f"{shown(config.cohort)} has {len(cohort.classes)}: {', '.join(cohort.classes)}; is this another cohort's "
+            "config?"
         )
 
 
@@ -98,7 +100,7 @@ def note_changed_cohort(root: Path, cohort: Cohort) -> list[str]:
     known: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     if known.get("checksum") == cohort.checksum:
         return []
-    write_atomically(path, json.dumps({"uri": cohort.uri, "checksum": cohort.checksum}))
+    write_atomically(path, json.dumps({"uri": shown(cohort.uri), "checksum": cohort.checksum}))
     if not known:
         return []
     return [

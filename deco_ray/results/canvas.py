@@ -38,6 +38,7 @@ INK, FAINT, GRID = "#222222", "#8a8a8a", "#dddddd"
 STYLE: Any = {
     "font.family": "DejaVu Sans",  # shipped with matplotlib: the same picture on every machine
     "font.size": 8,
+    "text.parse_math": False,  # class names come from the data; a $ in one is a dollar
     "axes.titlesize": 8.5,
     "axes.titleweight": "bold",
     "axes.labelsize": 8,

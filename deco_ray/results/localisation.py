@@ -17,7 +17,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import no_grad
 
 from deco_ray.anchors.artefact import Anchors
-from deco_ray.cohort.store import Bag, Cohort, locate
+from deco_ray.cohort.store import Bag, Cohort, locate, shown
 from deco_ray.counterfactual.explain import explain_bag
 from deco_ray.counterfactual.replacements import Construction
 from deco_ray.errors import CohortError
@@ -43,7 +43,7 @@ def load_instances(cohort: Cohort, path: str | Path | None = None) -> dict[str, 
         with filesystem.open_input_file(f"{root}/{LESIONS}") as file:
             table = pq.read_table(file).to_pandas()
     except FileNotFoundError:
-        raise CohortError(f"{cohort.uri} has no {LESIONS}: its lesion patches are not known") from None
+        raise CohortError(f"{shown(cohort.uri)} has no {LESIONS}: its lesion patches are not known") from None
     instances = {slide: np.zeros(size, dtype=np.int64) for slide, size in sizes.items()}
     for slide, rows in table.groupby("slide_id"):
         instances[str(slide)][rows["patch"].to_numpy()] = rows["lesion"].to_numpy()

@@ -142,7 +142,7 @@ def check_output(path: str | Path) -> Path:
         raise DecoError(f"--out {path} is a folder; give the name of a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(rejected_path(path), "")
+        write_atomically(rejected_path(path), bytes(4096))  # a full disk still takes empty files
         rejected_path(path).unlink()
     except OSError as error:
         raise DecoError(f"cannot write to {path.parent}: {error.strerror}; choose another --out") from error

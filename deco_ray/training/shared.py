@@ -16,11 +16,12 @@ from typing import Any, Literal
 import numpy as np
 import ray
 import torch
+from ray.exceptions import OutOfMemoryError, WorkerCrashedError
 from torch import Tensor
 
 from deco_ray.cohort.store import Cohort
 from deco_ray.cohort.stream import blocks, stream_bags
-from deco_ray.errors import DecoError
+from deco_ray.errors import DecoError, StageError
 from deco_ray.training.slides import LocalSource, Source
 
 MEMORY_SHARE = 0.5  # of a node's object store: the rest is for results in flight
@@ -39,11 +40,22 @@ class SharedFeatures:
     def open(self) -> Source:
         """All bags as views of shared memory; a node copies each block at most once, whoever asks."""
         bags: dict[str, Tensor] = {}
-        for slides, block in zip(self.slides, ray.get(self.refs)):
+        ray.wait(self.refs, num_returns=len(self.refs))  # all of them on their way at once
+        for slides, ref in zip(self.slides, self.refs):
+            block = self._block(slides, ref)
             borders = np.cumsum([size for _, size in slides])[:-1]
             for (slide, _), features in zip(slides, np.split(block, borders)):
                 bags[slide] = read_only(features)
         return LocalSource(bags)
+
+    def _block(self, slides: list[tuple[str, int]], ref: Any) -> np.ndarray:
+        try:
+            return ray.get(ref)
+        except (WorkerCrashedError, OutOfMemoryError) as error:  # Ray has tried it again before
+            raise StageError(
+                f"the process that reads slides {slides[0][0]} to {slides[-1][0]} died again and again: it runs out of "
+                "memory, or their file crashes its reader; give it more memory or leave the slide out"
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class Nodes:
         self.store, self.losing = store_mb * 2**20, threading.Lock()  # delayed strikes come from threads of their own
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
         self.nodes = [self.add() for _ in range(count)]
+        self.cluster._shutdown_at_exit = False  # successors join from threads, where Ray may set no signal handlers
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error")
         self.cluster.wait_for_nodes()
 

@@ -18,6 +18,7 @@ from deco_ray.errors import DecoError
 from deco_ray.experiments.schedule import Workplace, make
 from deco_ray.experiments.session import check_storage
 from deco_ray.experiments.study import Study
+from deco_ray.results.predict import check_output
 
 
 def train_judge(cohort: Cohort, storage: Path, report: Callable[[dict], None] = lambda metrics: None) -> Study:
@@ -92,6 +93,17 @@ def test_a_disk_that_is_really_full_is_told_wherever_it_fills_up(epoch, short_kb
     assert fingerprint(storage) == calm
     assert leftovers(storage) == []
     shutil.rmtree(storage)
+
+
+def test_a_disk_that_is_full_already_is_told_before_anything_runs(disk):
+    others = disk.path / "others"
+    others.write_bytes(bytes(shutil.disk_usage(disk.path).free))
+    with pytest.raises(DecoError, match=r"cannot write to the storage folder .*No space left.*set `storage`"):
+        check_storage(str(disk.path / "runs"))
+    with pytest.raises(DecoError, match=r"cannot write to .*No space left.*choose another --out"):
+        check_output(disk.path / "grades.csv")
+    assert not list(disk.path.glob("**/.*"))
+    others.write_bytes(b"")
 
 
 def test_a_read_only_disk_is_told_before_anything_runs(disk):

@@ -36,7 +36,7 @@ def train(uri: str, root: Path, told) -> None:
         cohort=cohort.checksum,
         split=split.digest,
         model=ModelSection(options={"hidden": 64, "dropout": 0.2}),
-        training=TrainingSection(epochs=12, lr=5e-3, schedule="cosine", retrain_classifier_epochs=3),
+        training=TrainingSection(epochs=60, lr=5e-3, schedule="cosine", retrain_classifier_epochs=3),
     )
     source = InMemory(cohort)
     run_training(spec, cohort, split, ArtefactStore(root), ResourceSection(), source, report=lambda row: told.send(row))
@@ -70,7 +70,7 @@ def test_weights_survive_sigkill_at_random_points(tiny_cohort, tmp_path):
     killed = 0
     for _ in range(KILLS):
         process, told = start(tiny_cohort, tmp_path / "killed")
-        for _ in range(int(rng.integers(1, 4))):  # fewer than the run has left, five times over
+        for _ in range(int(rng.integers(1, 4))):  # far fewer than the run has left, five times over
             told.recv()
         time.sleep(rng.uniform(0, 0.04))  # somewhere in the next epoch, its validation or its checkpoint
         process.kill()

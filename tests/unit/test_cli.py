@@ -1,5 +1,6 @@
 """The command line: one clean message for what a user can mend, help a newcomer understands, nothing loaded early."""
 
+import errno
 import subprocess
 import sys
 
@@ -45,6 +46,15 @@ def test_errors_for_the_user_come_without_a_traceback(capsys, monkeypatch):
     monkeypatch.setenv(cli.TRACEBACK, "1")
     assert cli.guarded(raising(CohortError("slide s1 is empty")), []) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_full_disk_anywhere_is_told_without_a_traceback(capsys):
+    full = OSError(errno.ENOSPC, "No space left on device", "grades.csv")
+    assert cli.guarded(raising(full), []) == 1
+    expected = "cannot write to grades.csv: No space left on device; make room there or choose another place"
+    assert capsys.readouterr().err == f"error: {expected}\n"
+    with pytest.raises(OSError, match="not one of ours"):
+        cli.guarded(raising(OSError(errno.EIO, "not one of ours")), [])
 
 
 def test_an_error_from_a_worker_shows_its_cause_only(capsys, monkeypatch):

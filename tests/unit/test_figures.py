@@ -67,6 +67,10 @@ def test_confusion_shows_counts():
     assert [text.get_text() for text in axes.texts] == ["5", "1", "2.5", "4"]
 
 
+def test_a_dollar_in_a_class_name_is_a_dollar():
+    png_bytes(confusion_figure(np.eye(2), ["$5_$", "\\x$^$"]))
+
+
 @pytest.mark.parametrize("values", [(0.0, 0.6, 1.0), ("random", "size", "counterfactual")])
 def test_sweep_marks_the_default(values):
     scores = {"macro_f1": {value: [0.5, 0.6] for value in values}, "tail_f1": {value: [0.1] for value in values}}

@@ -1,10 +1,12 @@
 """The stage graph: merging, what is missing, what may start next. No Ray, no training."""
 
+import pandas as pd
 import pytest
 
 from deco_ray.artefacts import ArtefactStore
+from deco_ray.config import Config, with_settings
 from deco_ray.experiments import schedule
-from deco_ray.experiments.search import SearchFile, cut_short
+from deco_ray.experiments.search import METRIC, SearchFile, conclude, cut_short
 from deco_ray.experiments.stages import Progress, StageGraph
 
 
@@ -151,3 +153,13 @@ def test_every_epoch_is_reported_once_and_in_order(monkeypatch, every_s, sizes):
 def test_a_search_that_ends_early_was_interrupted_unless_its_time_is_up(ended, hours, seconds, interrupted):
     file = SearchFile(kind="search", title="t", trials=3, hours=hours, space={"masking.lam": {"low": 0.0, "high": 1.0}})
     assert cut_short(file, ended, seconds) is interrupted
+
+
+def test_what_a_search_found_is_written_without_credentials(tmp_path):
+    file = SearchFile(kind="search", title="t", space={"masking.lam": {"low": 0.0, "high": 1.0}})
+    config = with_settings(Config(), {"cohort": "s3://key:hunter2@bucket/cohort"})
+    trials = pd.DataFrame([{"masking.lam": 0.3, METRIC: 0.5, "step": 2, "failure": None}])
+    text = conclude(file, config, trials, tmp_path).path.read_text()
+    assert "hunter2" not in text
+    assert "s3://***@bucket/cohort" in text
+    assert "Credentials were left out" in text

@@ -164,6 +164,23 @@ def test_a_slide_id_that_is_no_text_is_refused_when_the_cohort_is_opened(tmp_pat
         Cohort.open(tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (["../../x", "s1", "s2"], "slide id '../../x'"),
+        (["/etc/x", "s1", "s2"], "slide id '/etc/x'"),
+        (["s1", "s1", "s2"], "slide s1 is listed twice"),
+        ([None, "s1", "s2"], "a slide has no id"),
+    ],
+)
+def test_slide_ids_of_a_received_cohort_are_checked_as_at_ingest(tmp_path, ids, message):
+    cohort, _ = write(tmp_path / "c")
+    table = pa.Table.from_pandas(cohort.slides.head(3).assign(slide_id=ids), preserve_index=False)
+    pq.write_table(table, tmp_path / "c" / "slides.parquet")
+    with pytest.raises(CohortError, match=f"cannot read .*slides.parquet: {message}"):
+        Cohort.open(tmp_path / "c")
+
+
 def test_a_part_without_the_columns_is_refused(tmp_path):
     cohort, _ = write(tmp_path / "c")
     path = tmp_path / "c" / "patches" / "part-00000.parquet"
@@ -179,6 +196,11 @@ def test_a_part_without_the_columns_is_refused(tmp_path):
         ("cohort.json", "{", "cohort.json is damaged"),
         ("cohort.json", '{"name": "x", "classes": ["a"], "dim": 4, "format_version": 99}', "cohort format 99"),
         ("cohort.json", '{"name": "x", "classes": ["a"], "dim": 4, "dtype": "int8"}', "neither float32 nor float16"),
+        (
+            "cohort.json",
+            '{"name": "x", "classes": ["a"], "dim": 4, "normal_class": 7}',
+            "normal_class 7 is none of its 1",
+        ),
         ("slides.parquet", None, "cannot read .*slides.parquet"),
         ("slides.parquet", "x", "cannot read .*slides.parquet"),
     ],
@@ -204,7 +226,11 @@ def test_unknown_slides_and_places_are_named(tmp_path):
 
 def test_messages_keep_credentials_to_themselves():
     assert shown("s3://key:secret@bucket/cohort?endpoint_override=host&secret_key=x") == "s3://bucket/cohort"
+    assert shown("s3://key:a/b@c d@bucket/cohort") == "s3://bucket/cohort"
     assert shown("/plain/path") == "/plain/path"
+    with pytest.raises(CohortError) as caught:
+        locate("nonsense://key:secret@x")
+    assert "secret" not in str(caught.value)
 
 
 def test_a_pickled_cohort_reads_the_same(tmp_path):
