@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import h5py
-
+from deco_ray.cohort.readers import Unreadable, hdf5
 from deco_ray.errors import CohortError
 
 FORMATS = ("auto", "clam", "trident", "stamp", "pt", "npy")
@@ -82,11 +81,11 @@ def _h5_format(paths: list[Path]) -> str:
     """Told from the first file that opens; damaged ones are reported with all other problems later."""
     for path in paths:
         try:
-            with h5py.File(path, "r", locking=False) as file:
-                if "feats" in file:
+            with hdf5.opened(path) as file:
+                if hdf5.member(file, "feats") is not None:
                     return "stamp"
-                coords = file.get("coords")
+                coords = hdf5.member(file, "coords")
                 return "trident" if coords is not None and "patch_size_level0" in coords.attrs else "clam"
-        except OSError:
+        except Unreadable:
             continue
     return "clam"

@@ -21,6 +21,7 @@ from PIL import Image
 
 from deco_ray.cohort.readers import READERS, Unreadable
 from deco_ray.cohort.schema import check_slide_id
+from deco_ray.cohort.sources import discover
 from deco_ray.cohort.splits import load_split, make_split, save_split
 from deco_ray.cohort.store import Cohort
 from deco_ray.config import SplitSection
@@ -85,6 +86,8 @@ def test_feature_files(name, tmp_path):
             except Unreadable as error:
                 speaks(error)
                 return
+            finally:
+                assert len(discover(tmp_path).files) == 1  # before any file is read, and damaged ones are in the folder
         assert slide.features.ndim == 2
         assert slide.features.dtype in (np.float32, np.float16)
         assert slide.coords is None or slide.coords.shape == (len(slide.features), 2)

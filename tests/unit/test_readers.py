@@ -44,6 +44,71 @@ def test_clam_reads_geometry_from_the_sibling_folder(tmp_path):
     assert (slide.patch_size_level0, slide.level0_width, slide.level0_height) == (1024.0, 4000, 2000)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, -4.0, np.zeros(0), h5py.Empty("f8")])
+def test_clam_geometry_that_is_no_size_counts_as_absent(tmp_path, value):
+    path = write_h5(tmp_path / "h5_files" / "a.h5", features=bag(), coords=GRID)
+    whole = {"patch_size": 256, "downsample": (4.0, 4.0), "level_dim": (1000, 500)}
+    for name, left in [
+        ("patch_size", (None, 4000, 2000)),
+        ("downsample", (None, None, None)),
+        ("level_dim", (1024.0, None, None)),
+    ]:
+        write_h5(tmp_path / "patches" / "a.h5", {**whole, name: value}, coords=GRID)
+        slide = READERS["clam"](path)
+        assert (slide.patch_size_level0, slide.level0_width, slide.level0_height) == left
+
+
+def test_clam_sizes_that_no_slide_has_count_as_absent(tmp_path):
+    path = write_h5(tmp_path / "h5_files" / "a.h5", features=bag(), coords=GRID)
+    attrs = {"patch_size": 1e300, "downsample": 2e9, "level_dim": (1e300, 4.0)}
+    write_h5(tmp_path / "patches" / "a.h5", attrs, coords=GRID)
+    slide = READERS["clam"](path)
+    assert (slide.patch_size_level0, slide.level0_width, slide.level0_height) == (None, None, None)
+
+
+@pytest.mark.parametrize("value", [1e30, 2**31, 0.2, np.inf])
+def test_a_slide_wider_than_a_coordinate_can_be_has_no_known_width(tmp_path, value):
+    attrs = {"patch_size_level0": 512, "level0_width": value, "level0_height": 2**31 - 1}
+    slide = READERS["trident"](write_h5(tmp_path / "a.h5", attrs, features=bag(), coords=GRID))
+    assert (slide.level0_width, slide.level0_height) == (None, 2**31 - 1)
+
+
+def borrow(path, how: str) -> None:
+    """An h5 whose features lie in another file, in each way HDF5 knows."""
+    other = write_h5(path.parent / "other" / "o.h5", features=bag(), coords=GRID)
+    with h5py.File(path, "w") as file:
+        file["coords"] = GRID
+        if how == "external link":
+            file["features"] = h5py.ExternalLink(str(other), "features")
+        elif how == "soft link to an external one":
+            file["group"] = h5py.ExternalLink(str(other), "/")
+            file["features"] = h5py.SoftLink("/group/features")
+        elif how == "external storage":
+            (path.parent / "raw").write_bytes(bag().tobytes())
+            file.create_dataset("features", (6, 4), "f4", external=[(str(path.parent / "raw"), 0, h5py.h5f.UNLIMITED)])
+        else:
+            layout = h5py.VirtualLayout((6, 4), "f4")
+            layout[:] = h5py.VirtualSource(str(other), "features", (6, 4))
+            file.create_virtual_dataset("features", layout)
+
+
+@pytest.mark.parametrize("how", ["external link", "soft link to an external one", "external storage", "virtual"])
+def test_h5_must_hold_its_own_data(tmp_path, how):
+    borrow(tmp_path / "a.h5", how)
+    with h5py.File(tmp_path / "a.h5") as file:
+        np.testing.assert_array_equal(file["features"], bag())  # HDF5 itself would have read the other file
+    for format in ("clam", "trident", "stamp"):
+        with pytest.raises(Unreadable, match="features lies in another file; a feature file must hold its own data"):
+            READERS[format](tmp_path / "a.h5")
+
+
+def test_h5_links_within_the_file_are_followed(tmp_path):
+    path = write_h5(tmp_path / "a.h5", data=bag(), coords=GRID)
+    with h5py.File(path, "r+") as file:
+        file["features"] = h5py.SoftLink("/data")
+    np.testing.assert_array_equal(READERS["clam"](path).features, bag())
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_trident_keeps_float16_rounds_coords_and_takes_missing_attributes(tmp_path, dtype):
     attrs = {"patch_size_level0": 511.7, "level0_width": "None"}

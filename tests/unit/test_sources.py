@@ -53,6 +53,17 @@ def test_stamp_npy_and_folders_by_class(tmp_path):
     assert found(tmp_path / "classes") == ("pt", ["y/a.pt", "x/b.pt"])
 
 
+def test_the_format_is_told_from_the_first_file_that_opens(tmp_path):
+    """Damage shows where HDF5 stumbles over it, not only on opening: here in the tree of names, a RuntimeError."""
+    for name in ("a", "b"):
+        touch(tmp_path / f"{name}.h5", patch_size_level0=512)
+    data = (tmp_path / "a.h5").read_bytes()
+    (tmp_path / "a.h5").write_bytes(data.replace(b"TREE", b"TRXX").replace(b"HEAP", b"HEXX"))
+    with h5py.File(tmp_path / "a.h5") as file, pytest.raises(RuntimeError):
+        "feats" in file  # noqa: B015
+    assert found(tmp_path) == ("trident", ["a.h5", "b.h5"])
+
+
 def test_nothing_to_read_is_said(tmp_path):
     with pytest.raises(CohortError, match="no folder"):
         discover(tmp_path / "none")

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import h5py
 import numpy as np
 
 from deco_ray.cohort.readers import hdf5
-from deco_ray.cohort.readers.raw import RawSlide, Unreadable, bag_features, number, pixel_coords
+from deco_ray.cohort.readers.raw import (
+    COORDINATE_LIMIT,
+    RawSlide,
+    Unreadable,
+    bag_features,
+    number,
+    pixel_coords,
+    whole_number,
+)
 
 
 def read(path: Path) -> RawSlide:
@@ -40,13 +48,14 @@ def geometry(path: Path) -> Geometry:
     custom = number(attributes.get("custom_downsample")) or 1.0  # old CLAM: shrunk once more after reading
     if downsample is None:
         return None, None, None
-    side = None if patch_size is None else patch_size * custom * float(downsample[0])
+    side = None if patch_size is None else number(patch_size * custom * float(downsample[0]))
     # both sizes CLAM records are of the patches' level
-    return (side, None, None) if level is None else (side, *(round(v) for v in level * downsample))
+    width, height = (None, None) if level is None else map(whole_number, level * downsample)
+    return side, width, height
 
 
-def _pair(value: object) -> np.ndarray | None:
-    if value is None or isinstance(value, str | bytes | h5py.Empty):
-        return None
-    found = np.asarray(value, dtype=np.float64).reshape(-1)
-    return np.repeat(found, 2)[:2] if found.size == 1 else found[:2]
+def _pair(value: Any) -> np.ndarray | None:
+    """Two positive numbers from an attribute that holds one or two; anything else counts as not being there."""
+    found = np.asarray([] if value is None else value, dtype=np.float64).reshape(-1)[:2]
+    usable = found.size > 0 and bool(np.all((found > 0) & (found <= COORDINATE_LIMIT)))  # NaN fails too
+    return np.broadcast_to(found, 2) if usable else None

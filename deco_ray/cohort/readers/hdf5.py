@@ -28,10 +28,27 @@ def opened(path: Path) -> Iterator[h5py.File]:
         raise Unreadable(f"truncated or not an HDF5 file ({error})") from error
 
 
+def member(file: h5py.File, name: str) -> h5py.Dataset | h5py.Group | h5py.Datatype | None:
+    """What the file itself holds under this name, or none; what leads to data of other files is refused."""
+    # asked before the link is followed: its other end can be any file of this machine
+    outside = isinstance(file.get(name, getlink=True), h5py.ExternalLink)
+    found = None if outside else file.get(name)
+    if outside or (found is not None and _borrowed(found, file)):
+        raise Unreadable(f"{name} lies in another file; a feature file must hold its own data: copy the data into it")
+    return found
+
+
+def _borrowed(found: h5py.Dataset | h5py.Group | h5py.Datatype, file: h5py.File) -> bool:
+    """Whether this, or what it is made of, lies in another file."""
+    if found.file.filename != file.filename:  # a soft link can lead through an external one
+        return True
+    return isinstance(found, h5py.Dataset) and (bool(found.external) or found.is_virtual)
+
+
 def dataset(file: h5py.File, *names: str) -> h5py.Dataset:
     """The first of these datasets that is there; it holds numbers."""
     for name in names:
-        found = file.get(name)
+        found = member(file, name)
         if isinstance(found, h5py.Dataset):
             # looked at before anything is read: HDF5 itself can crash on damaged data of variable length
             if found.id.get_type().get_class() not in NUMBERS:
@@ -44,13 +61,14 @@ def dataset(file: h5py.File, *names: str) -> h5py.Dataset:
 
 def array(file: h5py.File, name: str) -> np.ndarray | None:
     """The dataset in memory, or none if the file has no such dataset."""
-    return dataset(file, name)[()] if isinstance(file.get(name), h5py.Dataset) else None
+    return dataset(file, name)[()] if isinstance(member(file, name), h5py.Dataset) else None
 
 
 def numbers(owner: h5py.File | h5py.Dataset) -> dict[str, Any]:
-    """Its attributes that are numbers; whatever else there is has no use here."""
+    """Its attributes that are numbers, none at all where one is empty; whatever else there is has no use here."""
     kinds = {name: owner.attrs.get_id(name).get_type().get_class() for name in owner.attrs}
-    return {name: owner.attrs[name] for name, kind in kinds.items() if kind in NUMBERS}
+    found = {name: owner.attrs[name] for name, kind in kinds.items() if kind in NUMBERS}
+    return {name: np.zeros(0) if isinstance(value, h5py.Empty) else value for name, value in found.items()}
 
 
 def text(file: h5py.File, name: str) -> str:

@@ -57,17 +57,18 @@ def pixel_coords(array: np.ndarray | None, patches: int, scale: float = 1.0) -> 
 
 
 def number(value: Any) -> float | None:
-    """A positive number from an attribute; TRIDENT writes None as the text `None`."""
+    """A positive number from an attribute; none where there is no such (TRIDENT's text `None` is never handed on)."""
     try:
         found = float(np.asarray(value).reshape(-1)[0])
-    except (TypeError, ValueError, IndexError):
+    except (TypeError, ValueError, IndexError, OverflowError):
         return None
     return found if math.isfinite(found) and found > 0 else None
 
 
 def whole_number(value: Any) -> int | None:
+    """A positive number of pixels from an attribute; none where there is no such or it is beyond 2^31."""
     found = number(value)
-    return None if found is None else round(found)
+    return round(found) if found is not None and 0.5 < found <= COORDINATE_LIMIT else None
 
 
 def check_values(features: np.ndarray) -> None:
