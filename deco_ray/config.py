@@ -7,6 +7,7 @@ Each section is read by known stages only, and a stage's digest covers exactly t
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -17,6 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from deco_ray.errors import ConfigError
 
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
+MOST_VALUES = 10_000  # of a configuration, with every alias written out: far more than there are keys
+DEEPEST = 50  # sections within sections
+SHORT = reprlib.Repr()
+SHORT.maxlevel, SHORT.maxlist, SHORT.maxstring, SHORT.maxother = 2, 20, 80, 80
 
 
 class Section(BaseModel):
@@ -205,15 +210,48 @@ class _StrictLoader(yaml.SafeLoader):
             seen.append(key.value)
         return super().construct_mapping(node, deep)
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MOST_VALUES:  # merges of merges double each time, in memory, before anyone can count
+            raise yaml.constructor.ConstructorError(None, None, "too many merged keys", node.start_mark)
+
+
+def parse_yaml(text: str, what: str) -> Any:
+    """YAML as plain values, few and shallow enough for every later step to walk them."""
+    try:
+        value = yaml.load(text, _StrictLoader)
+    except RecursionError:
+        raise ConfigError(f"{what} cannot be read as YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
+        # ValueError: YAML dates such as 2020-13-45 reach datetime before any check
+        raise ConfigError(f"{what} cannot be read as YAML: {error}") from error
+    _check_extent(value, what)
+    return value
+
+
+def _check_extent(value: Any, what: str) -> None:
+    """Refuse a few lines whose aliases make them huge, or endless where an alias holds itself."""
+    todo, count = [(value, 0)], 0
+    while todo:
+        node, depth = todo.pop()
+        inner = list(node.values()) if isinstance(node, dict) else node if isinstance(node, list | tuple | set) else ()
+        todo += [(child, depth + 1) for child in inner]
+        count += len(inner)
+        if depth > DEEPEST or count > MOST_VALUES:
+            raise ConfigError(
+                f"{what} holds more than {MOST_VALUES} values or {DEEPEST} levels once its aliases (*name) are written "
+                "out; write the keys that differ from the defaults only, and no alias inside what it names"
+            )
+
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(Path(path).read_text(), _StrictLoader)
+        text = Path(path).read_text()
     except FileNotFoundError:
         raise ConfigError(f"no configuration file at {path}; the shipped ones are in configs/") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
-        # ValueError: YAML dates such as 2020-13-45 reach datetime before any check
+    except (OSError, ValueError) as error:  # ValueError: not a text, or no name a file can have
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
+    tree = parse_yaml(text, str(path))
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -226,10 +264,7 @@ def set_key(tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name.strip():
         raise ConfigError(f"--set takes key=value, for example --set anchors.k=32; got {override!r}")
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"--set {name}: the value {text!r} is not valid YAML: {error}") from error
+    value = parse_yaml(text, f"--set {name}: the value {SHORT.repr(text)}")
     *parents, last = name.strip().split(".")
     for parent in parents:
         child = tree.get(parent)
@@ -273,13 +308,21 @@ def explain(model: type[Section], item: Any) -> str:
         near = nearest_key(model, location)
         hint = f"; did you mean {near!r}?" if near else ""
         return f"unknown key {name!r}{hint}"
-    value = item.get("input")
-    shown = repr(value) if len(repr(value)) < 80 else type(value).__name__
+    shown = shorten(item.get("input"))
     if item["type"] in ("model_type", "model_attributes_type"):
         return (
             f"{name} = {shown}: this is a section; give its keys, such as {name}.{next(iter(keys_at(model, location)))}"
         )
     return f"{name} = {shown}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def shorten(value: Any) -> str:
+    """A value as a message can carry it: written out where that is short, else its type."""
+    try:
+        text = SHORT.repr(value)
+    except ValueError:  # Python does not write out whole numbers of thousands of digits
+        return type(value).__name__
+    return text if len(text) < 80 else type(value).__name__
 
 
 def nearest_key(model: type[Section], location: list[str]) -> str | None:

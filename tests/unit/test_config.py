@@ -1,5 +1,8 @@
 """The configuration tree: the paper's defaults, and errors that name the key, the range and the remedy."""
 
+from itertools import pairwise
+from string import ascii_lowercase
+
 import pytest
 from pydantic import ValidationError
 
@@ -135,6 +138,33 @@ def test_a_value_is_not_a_section():
 def test_files_that_are_no_configuration(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load_config(yaml(tmp_path, text))
+
+
+BOMB = "[&a [x, x], " + ", ".join(f"&{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in pairwise("abcdefghi")) + "]"
+MERGES = "{a: &a {x: 1}, " + ", ".join(f"{b}: &{b} {{<<: [*{a}, *{a}]}}" for a, b in pairwise(ascii_lowercase)) + "}"
+
+
+@pytest.mark.parametrize("value", ["&a {b: *a}", "[" * 400 + "]" * 400, "[" * 60 + "]" * 60, BOMB, MERGES])
+@pytest.mark.parametrize("key", ["model.options.x", "seeds"])
+def test_values_without_end_are_refused(tmp_path, key, value):
+    with pytest.raises(ConfigError, match=r"--set \S+: the value .*(levels|deeply|merged)") as told:
+        load_config(None, [f"{key}={value}"])
+    assert len(str(told.value)) < 1000
+    path = yaml(tmp_path, key.replace(".", ": {") + f": {value}" + "}" * key.count("."))
+    with pytest.raises(ConfigError, match=r"c\.yaml .*(levels|deeply|merged)"):
+        load_config(path)
+
+
+def test_an_alias_repeats_what_it_names(tmp_path):
+    config = load_config(yaml(tmp_path, "judge_training: &t {epochs: 3}\ntraining: {<<: *t, lr: 0.1}\n"))
+    assert (config.judge_training.epochs, config.training.epochs, config.training.lr) == (3, 3, 0.1)
+
+
+@pytest.mark.parametrize("value", ["[" + ", ".join(["a"] * 50) + "]", "0x" + "f" * 5000, "[[[[[[1]]]]]]", "x" * 5000])
+def test_long_values_are_told_in_short(value):
+    with pytest.raises(ConfigError, match=r"anchors\.k = ") as told:
+        load_config(None, [f"anchors.k={value}"])
+    assert len(str(told.value)) < 250
 
 
 def test_missing_and_binary_files(tmp_path):
