@@ -13,6 +13,7 @@ from deco_ray.cohort.schema import UNLABELLED, check_slide_id
 from deco_ray.errors import CohortError
 
 CLASSES_FILE = "classes.yaml"  # looked for beside the labels
+MOST_CLASSES = 1000  # of labels that are numbers: more is an id or a slip of the pen, and each number makes a class
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,16 @@ class Classes:
         """Class of a label given as a name, or as an integer that is not itself a name; none if it is neither."""
         if label in self.names:
             return self.names.index(label)
-        if label.isascii() and label.isdigit() and int(label) < len(self.names):
-            return int(label)
+        return _numbered(label, len(self.names))
+
+
+def _numbered(label: str, count: int) -> int | None:
+    """Which of `count` classes a label gives by its number; none if it is no whole number or too large."""
+    digits = label.lstrip("0") or "0"
+    # counted first: int() refuses thousands of digits
+    if not label.isascii() or not label.isdigit() or len(digits) > len(str(count)):
         return None
+    return int(digits) if int(digits) < count else None
 
 
 def read_labels(path: str | Path) -> list[LabelRow]:
@@ -89,18 +97,26 @@ def resolve_classes(
 def _classes_file(path: Path) -> tuple[tuple[str, ...], str | int | None]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # all text: `no` and `007` stay names
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise CohortError(f"cannot read the classes {path}: {error}") from error
-    names = content.get("classes") if isinstance(content, dict) else None
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise CohortError(f"{path} must hold `classes: [first, second, ...]` and may hold `normal_class: name`")
-    return tuple(names), content.get("normal_class")
+    held = content if isinstance(content, dict) else {}
+    names, normal = held.get("classes"), held.get("normal_class")
+    if isinstance(names, list) and names and all(isinstance(text, str) for text in (*names, normal or "")):
+        return tuple(names), normal
+    raise CohortError(f"{path} must hold `classes: [first, second, ...]` and may hold `normal_class: name`")
 
 
 def _from_integers(labels: Sequence[str]) -> tuple[str, ...]:
     found = sorted(set(labels))
     if found and all(label.isascii() and label.isdigit() for label in found):
-        return tuple(str(index) for index in range(max(map(int, found)) + 1))
+        numbers = [_numbered(label, MOST_CLASSES) for label in found]
+        if None in numbers:
+            large = found[numbers.index(None)]
+            raise CohortError(
+                f"the label {large[:40]} would make more than {MOST_CLASSES} classes, one for every number up to it; "
+                f"correct it, or give --classes or a {CLASSES_FILE} beside the labels with `classes: [...]`"
+            )
+        return tuple(str(index) for index in range(max(filter(None, numbers), default=0) + 1))
     raise CohortError(
         f"the order of the classes is not given; the labels hold {', '.join(found[:12]) or 'nothing'}: pass them in "
         f"order (the normal class first), or write {CLASSES_FILE} beside the labels with `classes: [...]`"
@@ -112,9 +128,9 @@ def _normal_index(names: tuple[str, ...], normal: str | int | None) -> int:
         return 0
     if str(normal) in names:
         return names.index(str(normal))
-    text = str(normal)
-    if text.isascii() and text.isdigit() and int(text) < len(names):
-        return int(text)
+    index = _numbered(str(normal), len(names))
+    if index is not None:
+        return index
     raise CohortError(f"normal class {normal!r} is not among the classes: {', '.join(names)}")
 
 

@@ -52,7 +52,7 @@ class CohortMeta(BaseModel):
 def parse_meta(text: str | bytes, where: str) -> CohortMeta:
     try:
         meta = CohortMeta.model_validate(json.loads(text))
-    except (ValueError, ValidationError) as error:
+    except (ValueError, ValidationError, RecursionError) as error:
         raise CohortError(f"{where}/cohort.json is damaged: {error}; ingest the cohort again") from error
     if meta.format_version != FORMAT_VERSION:
         raise CohortError(f"{where} has cohort format {meta.format_version}; this release reads {FORMAT_VERSION}")

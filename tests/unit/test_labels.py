@@ -53,6 +53,27 @@ def test_a_yaml_without_classes_is_refused(tmp_path):
         resolve_classes(write(tmp_path / "c.yaml", "names: [a]"), None, [], None)
 
 
+@pytest.mark.parametrize("text", ["[" * 2000, "classes: [a, b]\nnormal_class: [a]", "classes: &c [a, *c]"])
+def test_a_yaml_that_holds_more_than_names_is_refused(tmp_path, text):
+    with pytest.raises(CohortError, match=r"c\.yaml"):
+        resolve_classes(write(tmp_path / "c.yaml", text), None, [], None)
+
+
+@pytest.mark.parametrize("label", ["1000", "20240131", "9" * 5000])
+def test_a_number_that_would_make_countless_classes_is_refused_by_name(label):
+    with pytest.raises(CohortError, match=rf"the label {label[:40]} would make more than 1000 classes.*--classes"):
+        resolve_classes(None, None, ["0", "1", label], None)
+    assert Classes(("a", "b")).index(label) is None
+    with pytest.raises(CohortError, match="is not among the classes"):
+        resolve_classes(["a", "b"], label, [], None)
+
+
+def test_zeros_before_a_number_do_not_count():
+    assert len(resolve_classes(None, None, ["0", "999"], None).names) == 1000
+    assert resolve_classes(None, None, ["0" * 5000, "0" * 5000 + "1"], None).names == ("0", "1")
+    assert Classes(("a", "b")).index("0" * 5000 + "1") == 1
+
+
 def test_a_name_goes_before_an_index():
     assert Classes(("1", "0", "x")).index("0") == 1
     assert Classes(("a", "b")).index("1") == 1

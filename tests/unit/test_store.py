@@ -194,6 +194,8 @@ def test_a_part_without_the_columns_is_refused(tmp_path):
     [
         ("cohort.json", None, "no cohort at .*deco-ray ingest"),
         ("cohort.json", "{", "cohort.json is damaged"),
+        ("cohort.json", "[" * 100_000, "cohort.json is damaged"),
+        ("cohort.json", '{"dim": ' + "9" * 5000 + "}", "cohort.json is damaged"),
         ("cohort.json", '{"name": "x", "classes": ["a"], "dim": 4, "format_version": 99}', "cohort format 99"),
         ("cohort.json", '{"name": "x", "classes": ["a"], "dim": 4, "dtype": "int8"}', "neither float32 nor float16"),
         (
