@@ -11,6 +11,7 @@ from PIL import Image
 from deco_ray.errors import DecoError
 
 LONGEST = 1600  # pixels: sharper than any panel of a heatmap page
+MOST_PIXELS = 2**28  # of the level a thumbnail is made from: decoded whole, three bytes each and more than once
 PLAIN_IMAGES = {".png", ".jpg", ".jpeg"}
 
 
@@ -42,9 +43,16 @@ def read_thumbnail(path: str | Path, level0: tuple[int, int] | None = None, long
     try:
         with tiffslide.TiffSlide(path) as slide:
             size = slide.dimensions
-            return Thumbnail(np.asarray(slide.get_thumbnail((longest, longest)).convert("RGB")), size)
+            # the level tiffslide's own thumbnail reads
+            width, height = slide.level_dimensions[slide.get_best_level_for_downsample(max(size) / longest)]
+            if width * height <= MOST_PIXELS:
+                return Thumbnail(np.asarray(slide.get_thumbnail((longest, longest)).convert("RGB")), size)
     except Exception as error:  # tiffslide raises whatever its codecs raise
         raise DecoError(f"{path} cannot be read as a slide: {type(error).__name__}: {error}") from error
+    raise DecoError(
+        f"{path}: the level fit for a thumbnail has {width} x {height} pixels, too many to decode at once; "
+        "write it as a pyramid (vips tiffsave --pyramid --tile), or give a PNG or JPEG of the whole slide"
+    )
 
 
 def open_image(path: Path) -> Image.Image:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from deco_ray.errors import DecoError
 from deco_ray.keys import generator
+from deco_ray.results import thumbnail
 from deco_ray.results.heatmaps import SlideMaps, anchor_colours, heatmap_figure, write_slide
 from deco_ray.results.lesions import lesion_patches, read_lesions
 from deco_ray.results.raster import PatchRaster, patch_size_of
@@ -154,6 +155,16 @@ def test_a_slide_file_needs_the_extra_or_says_so(tmp_path, monkeypatch):
         read_thumbnail(tmp_path / "broken.svs")
 
 
+def test_a_slide_without_small_levels_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+    tifffile = pytest.importorskip("tifffile")
+    path = tmp_path / "flat.tif"
+    tifffile.imwrite(path, np.full((256, 512, 3), 200, np.uint8), tile=(64, 64), photometric="rgb")
+    assert read_thumbnail(path, longest=100).image.shape == (50, 100, 3)
+    monkeypatch.setattr(thumbnail, "MOST_PIXELS", 512 * 256 - 1)
+    with pytest.raises(DecoError, match=r"^\S+flat\.tif: the level fit for a thumbnail has 512 x 256 pixels"):
+        read_thumbnail(path, longest=100)
+
+
 def annotations(tmp_path):
     """The same square with a hole, in every format; a slide of 1000 x 1000."""
     polygon = {"type": "Polygon", "coordinates": [SQUARE, HOLE]}
@@ -193,6 +204,8 @@ def test_all_annotation_formats_mark_the_same_patches(tmp_path):
         ("a.json", '{"type": "Nonsense"}', "'Nonsense' is not a GeoJSON type"),
         ("a.json", '{"type": "Polygon", "coordinates": [[[1, "x"]]]}', "not a pair of numbers"),
         ("a.json", '{"type": "Polygon", "coordinates": [[[1, 2], [2, 3]]]}', "three finite points"),
+        ("a.json", '{"type": "Polygon", "coordinates": [[[1, 1' + "0" * 400 + "]]]}", "not a pair of numbers"),
+        ("a.json", '{"type": "GeometryCollection", "geometries": [' * 50_000, "cannot be read as GeoJSON"),
         ("a.xml", "<a", "cannot be read as XML"),
         ("a.xml", '<!DOCTYPE a [<!ENTITY b "c">]><a/>', "document type"),
         ("a.xml", "<A><Annotation><Coordinate Order='0' X='1'/>" + "<Coordinate/>" * 3 + "</Annotation></A>", "usable"),
@@ -204,6 +217,14 @@ def test_bad_annotations_are_named(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(DecoError, match=message):
         read_lesions(tmp_path / name, (100, 100))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be"])
+def test_a_document_type_is_refused_in_any_encoding(tmp_path, encoding):
+    text = f'<?xml version="1.0" encoding="{encoding[:6]}"?><!DOCTYPE a [<!ENTITY b "c">]><a>&b;</a>'
+    (tmp_path / "a.xml").write_bytes((text if encoding != "utf-16-be" else "\ufeff" + text).encode(encoding))
+    with pytest.raises(DecoError, match=r"a\.xml cannot be read as XML: it declares a document type"):
+        read_lesions(tmp_path / "a.xml")
 
 
 def test_a_mask_needs_the_slide_size(tmp_path):
