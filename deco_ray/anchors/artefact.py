@@ -37,13 +37,23 @@ class Anchors:
         file = Path(path) / FILE if Path(path).is_dir() else Path(path)
         try:
             with np.load(file, allow_pickle=False) as saved:
-                return cls(saved["anchors"], saved["normals"], saved["match"])
+                found = cls(saved["anchors"], saved["normals"], saved["match"])
+            found.check()
+            return found
         except FileNotFoundError:
             raise AnchorError(f"no anchors at {file}; run the anchors stage first") from None
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # a damaged archive raises whatever NumPy, zip and zlib stumble over
             raise AnchorError(
                 f"{file} is damaged: {error}; remove its folder and run the anchors stage again"
             ) from error
+
+    def check(self) -> None:
+        """Refuses arrays that do not belong together."""
+        anchors, normals, match = self.anchors, self.normals, self.match
+        if anchors.ndim != 2 or normals.ndim != 2 or anchors.shape[1] != normals.shape[1]:
+            raise ValueError(f"anchors {anchors.shape} and normal prototypes {normals.shape} do not fit")
+        if match.shape != anchors.shape[:1] or not np.isin(match, np.arange(len(normals))).all():
+            raise ValueError("the match does not name a normal prototype for every anchor")
 
     def save(self, folder: str | Path) -> None:
         np.savez(Path(folder) / FILE, anchors=self.anchors, normals=self.normals, match=self.match)

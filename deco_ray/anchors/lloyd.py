@@ -185,8 +185,12 @@ def save_state(path: Path, fit: Fit) -> None:
 
 
 def load_state(path: Path | None, shape: tuple[int, ...]) -> Fit | None:
+    """The saved iteration if it is of this shape; a damaged one is as none, since it only saves time."""
     if path is None or not path.is_file():
         return None
-    with np.load(path) as saved:
-        fit = Fit(saved["centroids"], tuple(Iteration(**line) for line in json.loads(str(saved["record"]))))
+    try:
+        with np.load(path) as saved:
+            fit = Fit(saved["centroids"], tuple(Iteration(**line) for line in json.loads(str(saved["record"]))))
+    except Exception:  # a damaged archive raises whatever NumPy, zip, zlib and JSON stumble over
+        return None
     return fit if fit.centroids.shape == shape else None

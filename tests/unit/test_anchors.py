@@ -100,6 +100,27 @@ def test_missing_and_damaged_anchors_say_what_to_do(tmp_path):
         Anchors.load(tmp_path)
 
 
+def archive(**arrays) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def test_anchors_that_are_cut_off_or_something_else_name_their_file(anchors, tmp_path):
+    path = tmp_path / "anchors.npz"
+    anchors.save(tmp_path)
+    whole, plain = path.read_bytes(), io.BytesIO()
+    np.save(plain, anchors.anchors)
+    arrays = {"anchors": anchors.anchors, "normals": anchors.normals, "match": anchors.match}
+    damaged = [b"", whole[:10], whole[: len(whole) // 2], whole[:60] + b"xxxx" + whole[64:], plain.getvalue()]
+    damaged += [archive(anchors=anchors.anchors), archive(**{**arrays, "match": anchors.match + 99})]
+    damaged += [archive(**{**arrays, "normals": anchors.normals[:, 1:]})]
+    for data in damaged:
+        path.write_bytes(data)
+        with pytest.raises(DecoError, match=r"anchors\.npz is damaged: .*; remove its folder and run"):
+            Anchors.load(tmp_path)
+
+
 def test_assignments_come_back_with_their_counts(tmp_path):
     rng = generator(0, "assignments")
     slides = [(f"s{index}", index % 3, rng.integers(0, 5, 10 + index)) for index in range(600)]

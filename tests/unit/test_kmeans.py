@@ -235,6 +235,17 @@ def test_resumes_from_the_saved_iteration(tmp_path):
     assert resumed.record == calm.record
 
 
+def test_a_damaged_state_is_as_none(tmp_path):
+    x, _ = blobs(300, 8, 4, 3.0)
+    state = tmp_path / "state.npz"
+    calm = fit(x, 4, iterations=3, state=state)
+    whole = state.read_bytes()
+    for data in (b"", whole[:50], whole[: len(whole) // 2], whole.replace(b"moved", b"mowed"), b"nonsense"):
+        state.write_bytes(data)
+        assert fit(x, 4, iterations=3, state=state).centroids.tobytes() == calm.centroids.tobytes()
+        assert len(state.read_bytes()) == len(whole)
+
+
 @pytest.mark.parametrize(("rows", "distinct"), [(50, 3), (2, 2)])
 def test_too_few_distinct_rows_are_refused_with_the_numbers(rows, distinct):
     x = np.eye(8, dtype=np.float32)[np.arange(rows) % distinct]
