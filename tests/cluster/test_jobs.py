@@ -105,7 +105,7 @@ def test_a_submitted_job_gives_the_bits_of_a_local_run(head, local, tiny_cohort,
 
 
 def test_a_killed_and_then_stopped_job_leaves_no_actors_and_goes_on_later(head, tiny_cohort, tmp_path):
-    config = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], method="abmil", **{"training.epochs": 200})
+    config = tiny_config(tiny_cohort.uri, tmp_path / "runs", seeds=[0], method="abmil", **{"training.epochs": 400})
     path = write_config(tmp_path / "job.yaml", config)
     for name, prepared in (("to-kill", killer), ("to-stop", stopper)):
         submitted = time.time()
