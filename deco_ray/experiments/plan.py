@@ -10,13 +10,14 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from deco_ray.cohort.presets import PRESETS
-from deco_ray.config import Config, Section, build, load_config, read_yaml, with_settings
+from deco_ray.config import Config, Section, build, load_config, with_settings
 from deco_ray.errors import ConfigError
 from deco_ray.experiments.methods import Run
 from deco_ray.experiments.session import absolute
 from deco_ray.experiments.study import Study
 from deco_ray.experiments.variants import VariantFile
 from deco_ray.experiments.varied import Varied, add_varied
+from deco_ray.yaml_tree import read_yaml
 
 
 class PlanItem(Section):

@@ -23,7 +23,7 @@ from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search.optuna import OptunaSearch
 
 from deco_ray.artefacts import digest, owner, write_atomically
-from deco_ray.config import Config, Section, build, load_config, read_yaml, with_settings
+from deco_ray.config import Config, Section, build, load_config, with_settings
 from deco_ray.errors import StageError
 from deco_ray.experiments.board import Board
 from deco_ray.experiments.methods import expand
@@ -32,6 +32,7 @@ from deco_ray.experiments.session import connect
 from deco_ray.experiments.stages import Stage, TrainStage
 from deco_ray.experiments.study import Study
 from deco_ray.results.redact import redact_tree
+from deco_ray.yaml_tree import read_yaml
 
 METRIC = "val_macro_f1"
 ANCHOR_KEYS = ("anchors.", "split.", "cohort")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from deco_ray.config import read_yaml
 from deco_ray.errors import ConfigError
 from deco_ray.experiments.arguments import job_parser
 from deco_ray.experiments.board import Board
 from deco_ray.experiments.session import absolute
 from deco_ray.experiments.varied_command import add_base, run_varied
+from deco_ray.yaml_tree import read_yaml
 
 
 def main(argv: Sequence[str] | None = None) -> int:

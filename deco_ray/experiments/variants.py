@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from deco_ray.config import Config, Section, build, load_config, read_yaml, with_settings
+from deco_ray.config import Config, Section, build, load_config, with_settings
 from deco_ray.errors import ConfigError
 from deco_ray.experiments.methods import DECO
+from deco_ray.yaml_tree import read_yaml
 
 
 class Variant(Section):

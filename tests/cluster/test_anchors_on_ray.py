@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from deco_ray.anchors import Anchors, ensure_anchors, fit_kmeans, kmeans, load_assignments
+from deco_ray.anchors import Anchors, ensure_anchors, fit_kmeans, kmeans, load_assignments, sharded
 from deco_ray.anchors import stage as stage_module
 from deco_ray.anchors.assignments import load_counts
 from deco_ray.anchors.kmeans import fit
@@ -23,7 +23,7 @@ from deco_ray.cohort.splits import new_split
 from deco_ray.cohort.store import Cohort
 from deco_ray.cohort.writer import CohortWriter, SlideFeatures
 from deco_ray.config import AnchorSection
-from deco_ray.errors import CohortError, DecoError
+from deco_ray.errors import CohortError, DecoError, StageError
 from deco_ray.keys import generator
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -98,6 +98,14 @@ def test_killed_workers_change_no_bit(pool, calm):
         assert not {process["pid"] for process in scanner.processes()} & set(killer.killed)
     assert found.centroids.tobytes() == calm.centroids.tobytes()
     assert found.record == calm.record
+
+
+def test_a_worker_that_keeps_dying_is_given_up(pool, monkeypatch):
+    monkeypatch.setattr(sharded, "DEATHS", 0)
+    with ShardedScanner(pool, 1) as scanner:
+        os.kill(scanner.processes()[0]["pid"], signal.SIGKILL)
+        with pytest.raises(StageError, match="a K-means worker died more than 0 times"):
+            scanner.processes()
 
 
 def test_workers_hold_their_chunks_and_little_more(pool):
