@@ -57,7 +57,7 @@ ui: setup
 
 # The bounded fuzz tests of `make test` with many more cases; in memory where there is such a folder: files are tiny.
 fuzz: setup
-	DECO_RAY_FUZZ_EXAMPLES=50000 $(BIN)/pytest -v -n 2 tests/unit/test_fuzz_readers.py tests/unit/test_fuzz_texts.py \
+	DECO_RAY_FUZZ_EXAMPLES=50000 $(BIN)/pytest -vv -n 2 tests/unit/test_fuzz_readers.py tests/unit/test_fuzz_texts.py \
 	  --timeout 36000 $(if $(wildcard /dev/shm),--basetemp /dev/shm/deco-ray-fuzz)
 
 # Random fault schedules against whole pipelines; every result must equal the calm run's bit for bit.
