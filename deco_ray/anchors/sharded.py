@@ -17,6 +17,7 @@ import ray
 
 from deco_ray.anchors.kmeans import Rows, borders, farthest_chunk, open_rows, scan_chunk, shares, unit_chunk
 from deco_ray.anchors.lloyd import Farthest, Partial
+from deco_ray.cluster import start_ray
 from deco_ray.errors import StageError
 
 DEATHS = 10  # of one worker: by then it is its own work that kills it
@@ -51,8 +52,7 @@ class ShardedScanner:
     """All chunks of `x` on `workers` actors (none: one for each CPU of the cluster, at most one for each chunk)."""
 
     def __init__(self, x: Rows, workers: int | None = None) -> None:
-        if not ray.is_initialized():
-            ray.init()
+        start_ray(include_dashboard=False)
         n = len(open_rows(x))
         cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
         count = min(workers or cpus, len(borders(n)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
@@ -19,9 +18,10 @@ import ray.data
 import torch
 from ray.experimental import internal_kv
 
+from deco_ray.cluster import start_ray
 from deco_ray.cohort.packing import Arrays, pack, unpack
 from deco_ray.cohort.store import Bag, Cohort
-from deco_ray.errors import CohortError, DecoError, StageError
+from deco_ray.errors import CohortError, StageError, portable
 from deco_ray.progress import bar
 
 BLOCK_BYTES = 64 * 2**20  # of features behind one task: a few large slides, or many small ones
@@ -58,7 +58,7 @@ def map_bags(
             try:
                 results.append(apply(opened.bag(slide)))
             except Exception as raised:
-                error = _portable(raised, slide)
+                error = portable(raised, slide)
                 break
         return pack(batch["slide_id"].to_pylist()[: len(results)], results, error)
 
@@ -119,7 +119,7 @@ def run_blocks(
             count_attempt(f"{run}{batch[NUMBER][0].as_py()}", batch["slide_id"].to_pylist())
             return work(batch.drop_columns([NUMBER]))
         except Exception as error:  # Ray Data would try a failed task again without end
-            return pa.table({ERROR: [_portable(error)]})
+            return pa.table({ERROR: [portable(error)]})
 
     results = manifest.map_batches(
         guarded,
@@ -156,29 +156,11 @@ def ray_put(value: object) -> ray.ObjectRef:
 
 
 def _start_ray() -> None:
-    if not ray.is_initialized():
-        ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    start_ray(include_dashboard=False)
     # Ray Data tells of every execution; its log file keeps all of that, the console only errors
     for handler in logging.getLogger("ray.data").handlers:
         if type(handler).__name__ == "PlainRayHandler":
             handler.setLevel(logging.ERROR)
-
-
-def _portable(error: Exception, slide: str = "") -> bytes:
-    """The error as bytes that raise the same type elsewhere, with the slide in its text."""
-    if isinstance(error, DecoError):
-        if slide not in str(error):  # never so without a slide
-            error = type(error)(f"slide {slide}: {error}")
-        return pickle.dumps(error.with_traceback(None))
-    # a bug, not a matter of the user's: keep where it happened
-    place = f"in slide {slide}, " if slide else ""
-    error.add_note(f"{place}in a worker:\n{''.join(traceback.format_exception(error))}")
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-        return data
-    except Exception:  # an exception that cannot travel
-        return pickle.dumps(StageError(f"{place}in a worker: {type(error).__name__}: {error}"))
 
 
 def blocks(cohort: Cohort, slide_ids: Sequence[str], least: int = LEAST_BLOCKS) -> Iterator[list[str]]:

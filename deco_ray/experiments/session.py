@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from deco_ray.cluster import start_ray
 from deco_ray.config import Config, ResourceSection
 from deco_ray.errors import ConfigError, DecoError
 
@@ -63,20 +64,7 @@ def check_storage(storage: str) -> Path:
 
 def connect(resources: ResourceSection) -> None:
     """Join the cluster of the job, or start a local Ray; refuse when not even one run fits."""
-    if not ray.is_initialized():
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        try:
-            ray.init(
-                # `ray job submit` sets RAY_ADDRESS; without it never join a Ray that merely happens to run here
-                address=None if os.environ.get("RAY_ADDRESS") else "local",
-                logging_level=logging.ERROR,  # warnings of a healthy start would bury the messages that matter
-                log_to_driver=os.environ.get("DECO_RAY_WORKER_LOGS") == "1",
-            )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise DecoError(
-                f"cannot reach or start Ray: {error}. Unset RAY_ADDRESS to run locally; after a local run, "
-                "`ray start` and `ray job submit` both need RAY_AUTH_MODE=token exported"
-            ) from error
+    start_ray()
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)

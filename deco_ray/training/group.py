@@ -6,7 +6,8 @@ different batch size and therefore a different result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,19 @@ class Solo:
         return value
 
 
+class PeerLost(Exception):
+    """Another worker of the group is gone; this one did nothing wrong."""
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A collective call: nothing of ours can fail in it but a worker that no longer answers."""
+    try:
+        yield
+    except RuntimeError as error:  # what torch raises, whatever the backend
+        raise PeerLost(str(error)) from error
+
+
 class ProcessGroup(Solo):
     """The workers of an initialised torch.distributed group."""
 
@@ -37,7 +51,8 @@ class ProcessGroup(Solo):
         used = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
         head = torch.cat([used.max().reshape(1), used])  # whether this worker had a visit, and what it used
         flat = torch.cat([head, *(gradient(p).flatten() for p in parameters)])
-        torch.distributed.all_reduce(flat)
+        with together():
+            torch.distributed.all_reduce(flat)
         visited, *users = flat[: len(head)].tolist()
         pieces = (flat[len(head) :] / visited).split([p.numel() for p in parameters])
         for parameter, count, piece in zip(parameters, users, pieces):
@@ -45,7 +60,8 @@ class ProcessGroup(Solo):
 
     def agree(self, value: bool) -> bool:
         flag = torch.tensor([float(value)], device=self.device)
-        torch.distributed.broadcast(flag, 0)
+        with together():
+            torch.distributed.broadcast(flag, 0)
         return bool(flag.item())
 
 

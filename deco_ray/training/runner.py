@@ -8,6 +8,7 @@ the batch size: a Ray Train worker group with a torch process group.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import ray.train
 import torch
+from ray.train import WorkerGroupError
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Empty, Queue
 
@@ -27,12 +29,12 @@ from deco_ray.cohort.splits import Split
 from deco_ray.cohort.store import Cohort
 from deco_ray.config import ResourceSection
 from deco_ray.counterfactual.table import slide_ratios
-from deco_ray.errors import DecoError
+from deco_ray.errors import DecoError, StageError, portable
 from deco_ray.keys import torch_seed
 from deco_ray.models import Aggregator, create_model
 from deco_ray.models.saved import load_model
 from deco_ray.training.centres import patch_centres
-from deco_ray.training.group import ProcessGroup, Solo
+from deco_ray.training.group import PeerLost, ProcessGroup, Solo
 from deco_ray.training.loop import Report, train
 from deco_ray.training.record import write_run
 from deco_ray.training.shared import Handle
@@ -82,11 +84,24 @@ def run_training(
 
 
 def run_group(job: Job, report: Report | None) -> None:
-    """A worker group; rank 0's metrics come back through a queue, so that `report` runs where it belongs."""
+    """A worker group, started again when a worker died; an error of a worker's own is raised here at once."""
+    deaths = 0
+    while not group_ends(job, report):
+        deaths += 1
+        if deaths > job.resources.max_failures:
+            raise StageError(
+                f"all {deaths} starts of the run's workers ended with a death; see the Ray logs of their nodes"
+            )
+    # the controller may write its own notes after rank 0 has finished and cleaned up
+    shutil.rmtree(job.store.work("model", job.spec.digest), ignore_errors=True)
+
+
+def group_ends(job: Job, report: Report | None) -> bool:
+    """Whether the group came to its end; rank 0's metrics come back through a queue, to be reported from here."""
     messages = Queue(actor_options={"num_cpus": 0})
     gpus = job.resources.gpus_per_run
     trainer = TorchTrainer(
-        lambda: work(job, ProcessGroup(ray.train.torch.get_device()), messages.put),
+        lambda: work_in_group(job, messages),
         scaling_config=ray.train.ScalingConfig(
             num_workers=job.spec.workers,
             use_gpu=gpus > 0,
@@ -94,29 +109,48 @@ def run_group(job: Job, report: Report | None) -> None:
         ),
         run_config=run_config(job),
     )
+    own_error: Exception | None = None
     try:
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(trainer.fit)
             while not running.done() or not messages.empty():
                 try:
-                    metrics = messages.get(timeout=0.5)
+                    told = messages.get(timeout=0.5)
                 except Empty:
                     continue
-                if report:
-                    report(metrics)
+                if isinstance(told, bytes):
+                    own_error = own_error or pickle.loads(told)
+                elif report:
+                    report(told)
             running.result()
+            return True
+    except WorkerGroupError:
+        if own_error is not None:
+            raise own_error from None
+        return False
     finally:
         messages.shutdown()
-    # the controller may write its own notes after rank 0 has finished and cleaned up
-    shutil.rmtree(job.store.work("model", job.spec.digest), ignore_errors=True)
+
+
+def work_in_group(job: Job, messages: Queue) -> None:
+    """One worker: tells its own error before it ends with it, since Ray Train takes a bug for a death."""
+    try:
+        work(job, ProcessGroup(ray.train.torch.get_device()), messages.put)
+    except PeerLost:
+        raise
+    except Exception as error:
+        messages.put(portable(error))
+        raise
 
 
 def run_config(job: Job) -> ray.train.RunConfig:
-    """Named by the digest; Ray Train's own state goes to the work folder, which vanishes with the run."""
+    """Named by the digest; Ray Train's own state goes to the work folder, which vanishes with the run.
+
+    Its failure policy stays at none: it would repeat a bug as often as a death.
+    """
     return ray.train.RunConfig(
         name=job.spec.digest,
         storage_path=str(job.store.work("model", job.spec.digest).absolute() / "ray_train"),
-        failure_config=ray.train.FailureConfig(max_failures=job.resources.max_failures),
     )
 
 

@@ -1,24 +1,28 @@
 """Runs through Ray Train: artefacts, shared memory and streaming alike, inside Tune, with a worker group."""
 
 import json
+import os
+import signal
 import time
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from watched_source import WatchedFeatures
 
 from deco_ray.anchors import Anchors
 from deco_ray.artefacts import ArtefactStore
 from deco_ray.cohort.splits import make_split
 from deco_ray.config import ModelSection, ResourceSection, SplitSection, TrainingSection
-from deco_ray.errors import DecoError
+from deco_ray.errors import DecoError, StageError
 from deco_ray.models.saved import load_model
 from deco_ray.training.runner import run_training
 from deco_ray.training.shared import fits, load_features, open_source
 from deco_ray.training.spec import DecoSpec, RunSpec
 
 RESOURCES = ResourceSection()
+FAIL_FAST_S = 30
 
 
 @pytest.fixture(scope="module")
@@ -157,32 +161,84 @@ def test_inside_a_tune_trial(tiny_cohort, split, store, shared):
     assert store.exists("model", spec.digest)
 
 
-def test_two_workers_average_their_gradients(tiny_cohort, split, store, shared):
-    """A step of two slides: its first epoch equals a loop that averages the gradients of both."""
+@pytest.fixture(scope="module")
+def pair(tiny_cohort, split, shared, tmp_path_factory):
+    """A calm run of two workers: its spec, folder and reports."""
+    spec, rows = make_spec(tiny_cohort, split, workers=2, training=TrainingSection(epochs=2, lr=5e-3)), []
+    store = ArtefactStore(tmp_path_factory.mktemp("pair"))
+    folder = run_training(spec, tiny_cohort, split, store, RESOURCES, shared, report=rows.append)
+    assert not list((store.root / "work").iterdir())
+    return spec, folder, rows
+
+
+def test_two_workers_average_their_gradients(pair, tiny_cohort, split):
+    """A step of two slides: its epochs equal a loop that averages the gradients of both."""
     from deco_ray.keys import torch_seed
     from deco_ray.models import create_model
     from deco_ray.training.visits import epoch_visits
 
-    spec = make_spec(tiny_cohort, split, workers=2, training=TrainingSection(epochs=1, lr=5e-3))
-    rows = []
-    folder = run_training(spec, tiny_cohort, split, store, RESOURCES, shared, report=rows.append)
-    assert [row["epoch"] for row in rows] == [0]
-    assert not list((store.root / "work").iterdir())
+    spec, folder, rows = pair
+    assert [row["epoch"] for row in rows] == [0, 1]
     torch.manual_seed(torch_seed(*spec.key("init", "abmil")))
     model = create_model("abmil", 16, 3, **spec.model.options)
     optimiser = torch.optim.Adam(model.parameters(), lr=5e-3, weight_decay=1e-5)
     labels = dict(zip(tiny_cohort.slides["slide_id"], tiny_cohort.slides["label"].astype(int)))
-    visits = epoch_visits(split.ids("train"), labels, key=spec.key(0))
-    for start in range(0, len(visits), 2):
-        optimiser.zero_grad()
-        step = visits[start : start + 2]
-        for visit in step:
-            logits = model(tiny_cohort.bag(visit.slide_id).features)
-            (torch.nn.functional.cross_entropy(logits, torch.tensor(labels[visit.slide_id])) / len(step)).backward()
-        optimiser.step()
+    for epoch in range(json.loads((folder / "metrics.json").read_text())["best_epoch"] + 1):
+        visits = epoch_visits(split.ids("train"), labels, key=spec.key(epoch))
+        for start in range(0, len(visits), 2):
+            optimiser.zero_grad()
+            step = visits[start : start + 2]
+            for visit in step:
+                logits = model(tiny_cohort.bag(visit.slide_id).features)
+                (torch.nn.functional.cross_entropy(logits, torch.tensor(labels[visit.slide_id])) / len(step)).backward()
+            optimiser.step()
     for name, value in weights(folder).items():
         if name != "score.bias":  # no gradient but rounding noise
             torch.testing.assert_close(value, model.state_dict()[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_killed_worker_of_a_group_costs_no_bit(pair, tiny_cohort, split, tmp_path, shared):
+    """Killed in the second epoch: the other loses its peer, both start again from the first one's checkpoint."""
+    spec, folder, _ = pair
+    late = len(split.ids("train")) // 2 + 3  # bags of a worker: half of an epoch's visits
+
+    def die_once(count, marker=tmp_path / "killed"):
+        if count == late and torch.distributed.get_rank() == 1 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    handle, rows = WatchedFeatures(shared, tmp_path / "notes", die_once), []
+    again = run_training(spec, tiny_cohort, split, ArtefactStore(tmp_path), RESOURCES, handle, report=rows.append)
+    assert handle.openings() == 4  # of two workers, twice
+    assert [row["epoch"] for row in rows] == [0, 1]
+    assert json.loads((again / "metrics.json").read_text())["resumes"] == 1
+    assert_same(weights(folder), weights(again))
+
+
+def test_an_error_of_a_groups_worker_is_raised_as_it_was_and_tried_once(tiny_cohort, split, store, shared):
+    spec = make_spec(tiny_cohort, split, workers=2)
+
+    def fail(count, failed=store.root / "failed"):
+        if count == 3 and torch.distributed.get_rank() == 1:
+            failed.touch()
+            raise DecoError("slide s1_000 is damaged")
+
+    handle = WatchedFeatures(shared, store.root / "notes", fail)
+    with pytest.raises(DecoError, match="slide s1_000 is damaged"):
+        run_training(spec, tiny_cohort, split, store, RESOURCES, handle)
+    assert handle.openings() == 2
+    assert time.time() - (store.root / "failed").stat().st_mtime < FAIL_FAST_S
+    assert not store.exists("model", spec.digest)
+
+
+def test_a_group_that_keeps_dying_is_given_up(tiny_cohort, split, store, shared):
+    def die(count):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    spec, once = make_spec(tiny_cohort, split, workers=2), ResourceSection(max_failures=0)
+    handle = WatchedFeatures(shared, store.root / "notes", die)
+    with pytest.raises(StageError, match="all 1 starts of the run's workers ended with a death"):
+        run_training(spec, tiny_cohort, split, store, once, handle)
 
 
 def test_a_spec_of_other_data_is_refused(tiny_cohort, split, store, shared):
