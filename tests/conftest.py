@@ -20,7 +20,14 @@ from small_disk import Disk, mount
 from deco_ray.cohort.schema import CohortMeta
 from deco_ray.cohort.store import Cohort
 from deco_ray.cohort.writer import CohortWriter, SlideFeatures
+from deco_ray.experiments.demo_command import ensure_token
 from deco_ray.keys import generator
+
+
+def pytest_configure(config) -> None:
+    """Ray's token is made once, before two processes of the suite make one each."""
+    if not hasattr(config, "workerinput"):
+        ensure_token({**os.environ, "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")})
 
 
 def write_tiny_cohort(path, *, slides=(12, 9, 8), dim=16, patches=(20, 60), coords=True, seed=0) -> Cohort:
@@ -66,15 +73,10 @@ def ray_cluster():
     """One local Ray for the whole session; never joins a cluster that happens to run on the machine."""
     import ray
 
+    from deco_ray.cluster import start_ray
+
     before = set(psutil.Process().children(recursive=True))
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=400 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-    )
+    start_ray(num_cpus=2, object_store_memory=400 * 2**20, include_dashboard=False)
     started = set(psutil.Process().children(recursive=True)) - before
     yield ray
     ray.shutdown()
@@ -86,6 +88,14 @@ def lives(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers():
+    """Torch's own draws do not depend on which tests ran before in this process."""
+    import torch
+
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -15,12 +14,6 @@ from pathlib import Path
 from deco_ray.results.ui import server_environment
 
 PATIENCE_S = 200  # seconds on an idle machine, minutes on one that runs everything at once
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -18,7 +19,8 @@ import psutil
 
 from deco_ray.errors import DecoError
 
-START_PATIENCE_S = 90
+START_PATIENCE_S = 180
+STARTS = 2  # Ray gives a node's agent 15 s, which cannot be set and which a busy machine exceeds now and then
 
 
 def demo(argv: Sequence[str] | None = None) -> int:
@@ -42,10 +44,19 @@ class Head:
     """A Ray head of our own on free ports, with token authentication, stopped when the block ends."""
 
     def __init__(self, cpus: int | None = None) -> None:
+        self.cpus = cpus
+
+    def __enter__(self) -> Head:
+        for _ in range(STARTS - 1):
+            with contextlib.suppress(DecoError):
+                return self._start()
+        return self._start()
+
+    def _start(self) -> Head:
+        program = ray_program()
         self.folder = tempfile.mkdtemp(prefix="deco-ray-")  # apart from any other Ray on this machine
         self.port, self.dashboard = free_port(), free_port()
         self.address = f"http://127.0.0.1:{self.dashboard}"
-        self.cpus = cpus
         self.env = {
             **os.environ,
             "RAY_TMPDIR": self.folder,
@@ -53,15 +64,13 @@ class Head:
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         self.env.pop("RAY_ADDRESS", None)
-
-    def __enter__(self) -> Head:
-        command = [ray_program(), "start", "--head", "--block", f"--port={self.port}", "--node-ip-address=127.0.0.1"]
+        command = [program, "start", "--head", "--block", f"--port={self.port}", "--node-ip-address=127.0.0.1"]
         command += [f"--dashboard-port={self.dashboard}", "--dashboard-host=127.0.0.1", f"--temp-dir={self.folder}"]
         command += [f"--dashboard-agent-listen-port={free_port()}"]  # its default is taken by any other Ray here
         command += [f"--num-cpus={self.cpus}"] if self.cpus else []
         ensure_token(self.env)
-        self.log = open(Path(self.folder) / "head.log", "w")
-        self.process = subprocess.Popen(command, env=self.env, stdout=self.log, stderr=subprocess.STDOUT)
+        with open(Path(self.folder) / "head.log", "w") as log:
+            self.process = subprocess.Popen(command, env=self.env, stdout=log, stderr=subprocess.STDOUT)
         try:
             self._wait()
         except BaseException:
@@ -95,7 +104,6 @@ class Head:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         self.process.wait()
-        self.log.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -117,6 +125,9 @@ def ray_program() -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Nobody listens there, and the system gives ports of this range to nobody who does not ask for them."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -78,10 +78,8 @@ def test_a_run_leaves_a_complete_artefact_and_is_not_run_twice(tiny_cohort, spli
     with torch.inference_mode():
         again = model(tiny_cohort.bag(row["slide_id"]).features).double().softmax(-1)
     np.testing.assert_allclose(again, row[["p_0", "p_1", "p_2"]].to_numpy(float), atol=1e-6)
-    started = time.perf_counter()
     assert run_training(spec, tiny_cohort, split, store, RESOURCES, shared, report=rows.append) == folder
-    assert time.perf_counter() - started < 0.5
-    assert len(rows) == 3
+    assert len(rows) == 3  # nothing ran
 
 
 def test_memory_and_stream_give_the_same_weights(tiny_cohort, split, tmp_path, shared):

@@ -42,8 +42,9 @@ def test_bags_are_the_same_as_from_a_folder(bucket, tiny_cohort):
 
 def test_workers_stream_from_it(ray_cluster, bucket, tiny_cohort):
     ids = list(tiny_cohort.slides["slide_id"])[:6]
-    for bag in stream_bags(Cohort.open(bucket), ids):
-        assert torch.equal(bag.features, tiny_cohort.bag(bag.slide_id).features)
+    for slide, bag in zip(ids, stream_bags(Cohort.open(bucket), ids), strict=True):
+        assert bag.slide_id == slide
+        assert torch.equal(bag.features, tiny_cohort.bag(slide).features)
 
 
 def test_what_is_not_there_is_said_without_the_credentials(bucket):

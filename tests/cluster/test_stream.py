@@ -77,21 +77,22 @@ def test_blocks_depend_on_the_data_only(tiny_cohort, monkeypatch):
         list(blocks(tiny_cohort, ["zzz"]))
 
 
-def test_errors_arrive_as_what_they_were_and_name_the_slide(ray_cluster, tiny_cohort):
+def test_errors_arrive_as_what_they_were_and_name_the_slide(ray_cluster, tiny_cohort, tmp_path):
     ids = list(tiny_cohort.slides["slide_id"])
 
     def refuse(bag: Bag) -> dict[str, np.ndarray]:
         if bag.slide_id == ids[5]:
+            with open(calls, "ab") as file:
+                file.write(b".")
             raise ModelError("the model has 8 dimensions, the bag 16")
         return {}
 
-    seen = []
-    started = time.monotonic()
+    seen, calls = [], tmp_path / "calls"
     with pytest.raises(ModelError) as caught:
         seen.extend(slide for slide, _ in map_bags(tiny_cohort, ids, refuse))
     assert str(caught.value) == f"slide {ids[5]}: the model has 8 dimensions, the bag 16"
     assert seen == ids[:5]  # what came before was delivered
-    assert time.monotonic() - started < 60  # not tried again and again
+    assert calls.read_bytes() == b"."  # the same bag would fail the same way
 
     def bug(bag: Bag) -> dict[str, np.ndarray]:
         return {"x": np.array([1 / 0])}
@@ -117,12 +118,10 @@ def test_a_killed_process_is_tried_again_but_not_for_ever(ray_cluster, tiny_coho
     once = functools.partial(dies, times=1)
     assert [slide for slide, _ in map_bags(tiny_cohort, ids, once)] == ids
     assert (tmp_path / "1").stat().st_size == 2
-    started = time.monotonic()
     block = next(block for block in blocks(tiny_cohort, ids) if ids[5] in block)
     with pytest.raises(StageError, match=f"slides {block[0]} to {block[-1]} died 4 times") as told:
         list(map_bags(tiny_cohort, ids, functools.partial(dies, times=99)))
     assert "memory" in str(told.value)
-    assert time.monotonic() - started < 60
     assert (tmp_path / "99").stat().st_size == stream.ATTEMPTS
     assert internal_kv._internal_kv_list("deco_ray/") == []
 
@@ -160,12 +159,11 @@ def test_it_streams_inside_an_actor_that_holds_every_cpu(ray_cluster, tiny_cohor
 def test_a_slow_reader_holds_the_stream_back(ray_cluster, wide_cohort):
     """240 MB of bags through a reader that takes its time: the store never holds more than a few blocks."""
     ids = list(wide_cohort.slides["slide_id"])
-    capacity = ray_cluster.cluster_resources()["object_store_memory"]
-    used = []
+    before, used = ray_cluster.available_resources()["object_store_memory"], []
     for index, bag in enumerate(stream_bags(wide_cohort, ids)):
         assert bag.features[0, 0] == pytest.approx((index + 1) / np.sqrt((index + 1) ** 2 + 511), rel=1e-6)
         if index % 5 == 0:
             time.sleep(0.2)
-            used.append(capacity - ray_cluster.available_resources().get("object_store_memory", 0))
+            used.append(before - ray_cluster.available_resources()["object_store_memory"])
     assert index == 29
     assert max(used) < 200e6

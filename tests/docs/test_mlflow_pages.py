@@ -12,20 +12,22 @@ import pandas as pd
 import pytest
 from chromium import Browser, browser, find_chromium
 from fabricated_run import write_run_artefact
-from servers import free_port, running
+from servers import running
 
 from deco_ray.config import TrackingSection
+from deco_ray.experiments.demo_command import free_port
 from deco_ray.results.figures import confusion_figure
 from deco_ray.results.tracking import Tracker
 from deco_ray.results.ui import server_command
 
 pytestmark = [
+    pytest.mark.timeout(1000),
     pytest.mark.browser,
     pytest.mark.skipif(find_chromium() is None, reason="no Chromium on this machine: apt-get install chromium"),
 ]
-EXPAND = (  # the small plus before the parent's name
+EXPAND = (  # the small plus before the parent's name, where it is drawn already
     "Array.from(document.querySelectorAll('[role=gridcell]'))"
-    ".find(cell => cell.textContent.includes('demo pipeline')).querySelector('button').click()"
+    ".find(cell => cell.textContent.includes('demo pipeline'))?.querySelector('button')?.click()"
 )
 TEXT = "document.body.innerText"
 
@@ -75,6 +77,18 @@ def patiently(page: Browser, expression: str) -> None:
         time.sleep(0.2)
 
 
+def unfold(page: Browser, expression: str) -> None:
+    """Press the plus until it shows: a page that is being drawn loses a press."""
+    for _ in range(20):
+        page.js(EXPAND)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            if page.js(expression):
+                return
+            time.sleep(0.2)
+    raise AssertionError(f"never true: {expression}; the page says {page.js(TEXT)[-1500:]}")
+
+
 def shows(text: str) -> str:
     return f"{TEXT}.includes({json.dumps(text)})"
 
@@ -86,8 +100,7 @@ def keep_picture(page: Browser, path: Path) -> None:
 def test_a_parent_is_listed_and_unfolds_into_its_children(page, site, tmp_path):
     see(page, f"{site}/runs", shows("demo pipeline"))
     assert not page.js(shows("final seed 0"))
-    page.js(EXPAND)
-    patiently(page, f"{shows('final seed 0')} && {shows('final seed 1')}")
+    unfold(page, f"{shows('final seed 0')} && {shows('final seed 1')}")
     keep_picture(page, tmp_path / "runs.png")
 
 
@@ -101,7 +114,7 @@ def test_a_parent_shows_its_results_and_its_children(page, site, tracked, tmp_pa
 def test_a_child_shows_its_curves_first(page, site, tracked, tmp_path):
     lines = "document.querySelectorAll('.js-plotly-plot .scatterlayer path.js-line').length"
     see(page, f"{site}/runs/{tracked[3][0]}/model-metrics", f"{lines} >= 3")
-    assert page.js(shows("train_loss"))
+    patiently(page, shows("train_loss"))
     assert page.js("document.querySelector('.js-plotly-plot').querySelector('path.js-line') !== null")
     keep_picture(page, tmp_path / "curves.png")
 

@@ -22,14 +22,17 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any, TextIO
 
 os.environ.setdefault("RAY_health_check_period_ms", "1000")  # a lost node is noticed in seconds, not in half a minute
 
-import psutil
-import ray
-from ray.cluster_utils import Cluster
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import ray
+from ray_nodes import Nodes
+
+from deco_ray.cluster import start_ray
 from deco_ray.config import Config
 from deco_ray.errors import DecoError
 from deco_ray.experiments import study
@@ -52,30 +55,6 @@ class Both:
     def flush(self) -> None:
         for out in self.outs:
             out.flush()
-
-
-class Nodes:
-    """A cluster of one-CPU nodes behind a head that computes nothing; nodes can be lost and replaced."""
-
-    def __init__(self, count: int, store_mb: int) -> None:
-        self.store, self.losing = store_mb * 2**20, threading.Lock()  # delayed strikes come from threads of their own
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
-        self.nodes = [self.add() for _ in range(count)]
-        self.cluster._shutdown_at_exit = False  # successors join from threads, where Ray may set no signal handlers
-        ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error")
-        self.cluster.wait_for_nodes()
-
-    def add(self) -> Any:
-        return self.cluster.add_node(num_cpus=1, object_store_memory=self.store)
-
-    def lose(self, worker: int) -> None:
-        """Kill the node on which this process works, all at once, and let another join."""
-        with self.losing, contextlib.suppress(psutil.NoSuchProcess, StopIteration):  # lost already with another fault
-            raylet = psutil.Process(worker).ppid()
-            lost = next(node for node in self.nodes if node.all_processes["raylet"][0].process.pid == raylet)
-            self.nodes.remove(lost)  # first: should its successor not start, nobody looks for this one again
-            self.cluster.remove_node(lost, allow_graceful=False)
-            self.nodes.append(self.add())
 
 
 class Saboteur(Board):
@@ -111,7 +90,7 @@ class Saboteur(Board):
         elif what == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
         elif what == "node" and self.nodes is not None:
-            self.nodes.lose(worker)
+            self.nodes.replace_home_of(worker)
         else:
             with contextlib.suppress(ProcessLookupError):  # a delayed strike may come after the trial's end
                 os.kill(worker, signal.SIGKILL)
@@ -144,23 +123,17 @@ def main() -> None:
     study.Workplace = functools.partial(Workplace, report_every_s=0.0)  # each epoch by itself: faults count reports
     play = json.loads(sys.argv[1])
     store = play.get("store_mb", 200)
-    nodes = Nodes(play["nodes"], store) if play.get("nodes") else None
+    each = {"object_store_memory": store * 2**20}
+    nodes = Nodes(play["nodes"], num_cpus=1, **each) if play.get("nodes") else None
     if nodes is None:
-        ray.init(
-            address="local",
-            num_cpus=play.get("cpus", 2),
-            object_store_memory=store * 2**20,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-        )
+        start_ray(num_cpus=play.get("cpus", 2), include_dashboard=False, **each)
     for act in play["acts"]:
         if "before" in act:
             subprocess.run(act["before"], check=True)
         print(json.dumps(perform(act, nodes)), flush=True)
-    ray.shutdown()
     if nodes is not None:
-        nodes.cluster.shutdown()
+        nodes.shutdown()
+    ray.shutdown()
 
 
 if __name__ == "__main__":

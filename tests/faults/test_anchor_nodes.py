@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from deco_ray.anchors.kmeans import CHUNK, fit
 from deco_ray.keys import generator
@@ -15,17 +18,13 @@ from deco_ray.keys import generator
 SCRIPT = """
 import json, sys
 import numpy as np
-import ray
-from ray.cluster_utils import Cluster
+from ray_nodes import Nodes
 from deco_ray.anchors import kmeans
 from deco_ray.anchors.lloyd import lloyd
 from deco_ray.anchors.sharded import ShardedScanner
 
 pool, out = sys.argv[1:]
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-nodes = [cluster.add_node(num_cpus=2) for _ in range(3)]
-ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
-cluster.wait_for_nodes()
+nodes = Nodes(3, num_cpus=2)
 start = kmeans.start(kmeans.open_rows(pool), 20, 0)
 with ShardedScanner(pool, 3) as scanner:
     homes = {process["node"] for process in scanner.processes()}
@@ -35,7 +34,7 @@ with ShardedScanner(pool, 3) as scanner:
     def loses_a_node(centroids):
         scans.append(1)
         if len(scans) == 3:
-            cluster.remove_node(nodes[0], allow_graceful=False)
+            nodes.lose(nodes.nodes[0])
         return scan(centroids)
 
     scanner.scan = loses_a_node
@@ -43,18 +42,19 @@ with ShardedScanner(pool, 3) as scanner:
     left = {process["node"] for process in scanner.processes()}
 np.savez(out, whole=whole.centroids, damaged=damaged.centroids)
 print(json.dumps({"before": sorted(homes), "after": sorted(left)}))
-ray.shutdown()
-cluster.shutdown()
+nodes.shutdown()
 """
 
 
+@pytest.mark.timeout(1000)
 def test_three_nodes_and_the_loss_of_one_change_no_bit(tmp_path):
     rng = generator(0, "pool of three nodes")
     rows = rng.normal(size=(4 * CHUNK + 1000, 16)) + 0.5
     pool = tmp_path / "pool.npy"
     np.save(pool, (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32))
     command = [sys.executable, "-c", SCRIPT, str(pool), str(tmp_path / "out.npz")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert run.returncode == 0, run.stderr
     homes = json.loads(run.stdout.strip().splitlines()[-1])
     assert len(homes["before"]) == 3

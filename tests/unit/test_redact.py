@@ -52,9 +52,9 @@ def test_other_text_is_untouched(text):
 
 @pytest.mark.parametrize("piece", ["x", "token", "a://", "Bearer ", "sig-", "password ="])
 def test_long_texts_take_linear_time(piece):
-    started = time.perf_counter()
+    started = time.process_time()  # a busy machine takes its time, but no more work
     redact(piece * 100_000)
-    assert time.perf_counter() - started < 2  # quadratic time would be minutes
+    assert time.process_time() - started < 5  # quadratic time would be minutes
 
 
 def test_settings_are_copied_with_secrets_struck_out():

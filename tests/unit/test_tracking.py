@@ -279,8 +279,7 @@ def test_a_served_model_corrects_for_class_frequency_as_its_run_did(tmp_path):
 def test_a_second_submit_does_not_even_connect(open_tracker, tmp_path):
     folders = [write_run_artefact(tmp_path / f"run{seed}", seed) for seed in range(3)]
 
-    def submit() -> tuple[Tracker, float]:
-        started = time.perf_counter()
+    def submit() -> Tracker:
         tracker = open_tracker()
         parent = tracker.parent("p", "pipeline", "d0", {"k": 1}, {"a": "b"})
         for seed, folder in enumerate(folders):
@@ -288,14 +287,13 @@ def test_a_second_submit_does_not_even_connect(open_tracker, tmp_path):
         parent.log_metrics({"mean": 0.5})
         parent.log_table(pd.DataFrame({"a": [1]}), "summary")
         parent.finish()
-        return tracker, time.perf_counter() - started
+        return tracker
 
-    tracker, _ = submit()
+    tracker = submit()
     before = [(run.info.end_time, run.data) for run in runs_of(tracker)]
-    again, seconds = submit()
-    assert again._client is None
+    again = submit()
+    assert again._client is None  # nothing was imported, opened or asked
     assert not again.off
-    assert seconds < 2  # milliseconds, but for a machine that does much else
     assert [run.info.end_time for run in runs_of(again)] == [end for end, _ in before]
 
 
@@ -330,7 +328,7 @@ def test_a_server_that_is_down_costs_one_warning(open_tracker, caplog, monkeypat
         child.log_epochs([{"epoch": 0, "loss": 1.0}])
         child.log_run_artefact(write_run_artefact(tmp_path / "run"))
         parent.finish()
-        assert time.perf_counter() - started < 5
+        assert time.perf_counter() - started < 30  # two probes of half a second
     assert not child.complete
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
