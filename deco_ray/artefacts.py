@@ -52,6 +52,15 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
         raise
 
 
+def flush(path: Path) -> None:
+    """Put what was written to the file on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def temporary_beside(path: Path) -> Path:
     """A new name beside the path that says whose it is, so that what a killed process left can be told and removed."""
     return path.with_name(f".{path.name}.{owner()}.tmp")
@@ -122,6 +131,9 @@ class ArtefactStore:
                 yield temporary
                 record = {"kind": kind, "digest": key, "inputs": inputs, "seconds": time.time() - started, **facts}
                 write_atomically(temporary / RECORD, json.dumps(record, indent=1, sort_keys=True))
+                for path in temporary.rglob("*"):  # a record on disk vouches for all that lies beside it
+                    if path.is_file():
+                        flush(path)
                 try:
                     os.rename(temporary, final)
                 except OSError:
@@ -131,6 +143,18 @@ class ArtefactStore:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(self.root / "work" / f"{kind}-{key}", ignore_errors=True)
+
+    @contextlib.contextmanager
+    def unless_made(self, kind: str, key: str) -> Iterator[None]:
+        """An error in the block passes only while there is no artefact.
+
+        Another process that makes the same artefact at the same time clears the work away when it has finished.
+        """
+        try:
+            yield
+        except Exception:
+            if not self.exists(kind, key):
+                raise
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:

@@ -12,14 +12,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from deco_ray.errors import ConfigError
 from deco_ray.yaml_tree import parse_yaml, read_yaml
 
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
+SEEDS = 2**63  # as many as a column of the results can tell apart
+Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 SHORT = reprlib.Repr()
 SHORT.maxlevel, SHORT.maxlist, SHORT.maxstring, SHORT.maxother = 2, 20, 80, 80
+
+
+def _without_nul(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("a path cannot hold the character NUL; remove it")
+    return path
+
+
+Location = Annotated[str, AfterValidator(_without_nul)]  # of a file, a folder or a store
 
 
 class Section(BaseModel):
@@ -31,7 +42,7 @@ class SyntheticSection(Section):
 
     preset: Literal["camelyon_lt", "panda_lt", "tissuenet_lt"] = "tissuenet_lt"
     scale: float = Field(1.0, gt=0, le=1, description="share of the paper's slide counts")
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
 
 
 class SplitSection(Section):
@@ -43,7 +54,7 @@ class SplitSection(Section):
     imbalance_ratio: float | None = Field(None, ge=1, description="none keeps the natural distribution")
     order: tuple[int, ...] | None = Field(None, description="classes head to tail; none: by pool size")
     group_by: Literal["case_id"] | None = None
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
 
     @field_validator("order")
     @classmethod
@@ -58,7 +69,7 @@ class AnchorSection(Section):
     k_normal: int = Field(32, ge=1, le=4096)
     pool_per_anchor: int = Field(10_000, ge=1, description="pool is at most k times this many patches")
     iterations: int = Field(25, ge=1, le=1000)
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
     backend: Literal["auto", "local", "sharded"] = "auto"
     workers: int | None = Field(None, ge=1, description="actors of the sharded backend; none: one per CPU")
 
@@ -134,7 +145,7 @@ class ResourceSection(Section):
 
 class TrackingSection(Section):
     enabled: bool = True
-    uri: str | None = Field(None, description="none: SQLite file mlflow.db in the storage folder")
+    uri: Location | None = Field(None, description="none: SQLite file mlflow.db in the storage folder")
     experiment: str | None = Field(None, description="none: the cohort's name")
     log_models: bool = True
     system_metrics: bool = False
@@ -145,7 +156,7 @@ class ReportSection(Section):
 
     heatmaps: int = Field(4, ge=0, le=100, description="tail-class test slides to draw")
     pdf: bool = Field(True, description="figures also as PDF for papers: about half of the report's time")
-    instances: str | None = Field(None, description=".npz: true class of every patch, by slide id")
+    instances: Location | None = Field(None, description=".npz: true class of every patch, by slide id")
 
 
 class PaperSection(Section):
@@ -157,9 +168,9 @@ class PaperSection(Section):
 
 class Config(Section):
     name: str = "deco"
-    cohort: str = Field("cohorts/demo", description="folder or URI of a cohort")
+    cohort: Location = Field("cohorts/demo", description="folder or URI of a cohort")
     synthetic: SyntheticSection | None = None
-    storage: str = Field("runs", description="folder shared by all nodes: artefacts, reports, mlflow.db")
+    storage: Location = Field("runs", description="folder shared by all nodes: artefacts, reports, mlflow.db")
     method: str = Field("deco", description="deco, or a model name to train plainly")
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     split: SplitSection = SplitSection()
@@ -180,8 +191,8 @@ class Config(Section):
     @field_validator("seeds")
     @classmethod
     def _distinct_seeds(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
-            raise ValueError("seeds must be distinct, non-negative and at least one")
+        if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0 or max(seeds) >= SEEDS:
+            raise ValueError("seeds must be distinct, non-negative, below 2**63 and at least one")
         return seeds
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -43,7 +44,7 @@ def ensure_anchors(cohort: Cohort, split: Split, section: AnchorSection, store: 
     key = digest(inputs)
     if not store.exists(KIND, key):
         work = store.work(KIND, key)
-        with store.explaining():
+        with store.unless_made(KIND, key), store.explaining():
             try:
                 _make(cohort, split, section, store, key, inputs)
             except DecoError:  # a fault of the input, not of the machine: nothing of it is worth resuming
@@ -111,9 +112,10 @@ def _sizes(slides: pd.DataFrame) -> dict[str, int]:
 
 
 def write_pools(cohort: Cohort, plan: Plan, seed: int, work: Path) -> dict[str, Path]:
-    """Both pools as .npy files in `work`, drawn in one Ray Data pass over the training slides; kept ones are reused."""
+    """Both pools as .npy files in `work`, drawn in one Ray Data pass over the training slides; whole ones are kept."""
     final = {pool: work / f"{pool}-pool.npy" for pool in plan}
-    if all(path.is_file() for path in final.values()):
+    shapes = {pool: (sum(plan[pool].values()), cohort.dim) for pool in plan}
+    if all(is_pool(path, shapes[pool]) for pool, path in final.items()):
         return final
     temporary = {pool: temporary_beside(path) for pool, path in final.items()}
     try:
@@ -121,18 +123,38 @@ def write_pools(cohort: Cohort, plan: Plan, seed: int, work: Path) -> dict[str, 
             # written, not mapped: a disk that fills up behind a mapping ends the process with SIGBUS
             files = {pool: stack.enter_context(open(path, "wb")) for pool, path in temporary.items()}
             for pool, file in files.items():
-                shape = (sum(plan[pool].values()), cohort.dim)
-                header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-                np.lib.format.write_array_header_1_0(file, header)
-            for _, drawn in map_bags(cohort, list(plan[ANCHORS]), Draw(seed, plan), label="anchors: pool"):
+                file.write(pool_header(shapes[pool]))
+            drawing = map_bags(cohort, list(plan[ANCHORS]), Draw(seed, plan), verify=True, label="anchors: pool")
+            for _, drawn in drawing:
                 for pool, rows in drawn.items():
                     files[pool].write(np.ascontiguousarray(rows, "<f4").data)
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
         for pool, path in final.items():
             os.replace(temporary[pool], path)
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
     return final
+
+
+def pool_header(shape: tuple[int, int]) -> bytes:
+    """The head of a .npy file of float32 rows [n, d]."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    return head.getvalue()
+
+
+def is_pool(path: Path, shape: tuple[int, int]) -> bool:
+    """Whether a whole pool of this shape lies there: a crash of the machine may have cut it."""
+    header = pool_header(shape)
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return file.read(len(header)) == header and size == len(header) + 4 * shape[0] * shape[1]
+    except FileNotFoundError:
+        return False
 
 
 def assign_slides(cohort: Cohort, slide_ids: Sequence[str], anchors: Anchors) -> Iterator[tuple[str, int, np.ndarray]]:

@@ -107,16 +107,14 @@ def settled_shape(outcomes: Sequence[Outcome], guess: Shape) -> Shape:
 def write_part(plan: PartPlan, work: Path | None) -> list[Outcome]:
     """Checks the part's files and writes the good slides to <work>/<key>.parquet; without `work` it only checks.
 
-    The record <key>.json is written last: a part without it is written again.
+    The record <key>.json is written last: a part without it, or with a damaged one, is written again.
     """
     if work is None:
         return [_take(file, plan)[0] for file in plan.files]
     key = plan.key
     record, target = work / f"{key}.json", work / f"{key}.parquet"
-    if record.is_file():
-        known = json.loads(record.read_text())
-        if known["bytes"] == (target.stat().st_size if target.is_file() else 0):
-            return [Outcome(**row) for row in known["outcomes"]]
+    if (known := _recorded(record, target)) is not None:
+        return known
     temporary = work / f"{key}.{uuid.uuid4().hex[:8]}.tmp"
     outcomes, written = [], 0
     try:
@@ -138,6 +136,16 @@ def write_part(plan: PartPlan, work: Path | None) -> list[Outcome]:
     finally:
         temporary.unlink(missing_ok=True)
     return outcomes
+
+
+def _recorded(record: Path, target: Path) -> list[Outcome] | None:
+    """What an earlier attempt wrote; None unless both record and part are whole."""
+    try:
+        known = json.loads(record.read_text())
+        whole = known["bytes"] == (target.stat().st_size if target.is_file() else 0)
+        return [Outcome(**row) for row in known["outcomes"]] if whole else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _take(file: Source, plan: PartPlan) -> tuple[Outcome, SlideFeatures | None]:

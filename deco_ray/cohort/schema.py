@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from deco_ray.errors import CohortError
 
 FORMAT_VERSION = 1
+MOST_DIMENSIONS = 2**16  # of a feature; encoders have hundreds to thousands
 UNLABELLED = -1  # label of a slide nobody has graded: prediction only
 
 SLIDES = pa.schema(
@@ -58,6 +59,8 @@ def parse_meta(text: str | bytes, where: str) -> CohortMeta:
         raise CohortError(f"{where} has cohort format {meta.format_version}; this release reads {FORMAT_VERSION}")
     if meta.dtype not in ("float32", "float16"):
         raise CohortError(f"{where}/cohort.json: dtype {meta.dtype!r} is neither float32 nor float16")
+    if not 1 <= meta.dim <= MOST_DIMENSIONS:
+        raise CohortError(f"{where}/cohort.json: dim {meta.dim} is not between 1 and {MOST_DIMENSIONS}")
     if meta.classes and not 0 <= meta.normal_class < len(meta.classes):
         raise CohortError(
             f"{where}/cohort.json: normal_class {meta.normal_class} is none of its {len(meta.classes)} classes, "

@@ -18,7 +18,8 @@ from pyarrow import fs
 from torch import Tensor
 
 from deco_ray.cohort.pages import Part
-from deco_ray.cohort.schema import SLIDES, CohortMeta, check_slide_id, parse_meta, part_name
+from deco_ray.cohort.schema import SLIDES, UNLABELLED, CohortMeta, check_slide_id, parse_meta, part_name
+from deco_ray.cohort.writer import cohort_checksum, slide_checksum
 from deco_ray.errors import CohortError
 
 OPEN_PARTS = 16  # parsed Parquet footers kept per process
@@ -51,10 +52,11 @@ class Cohort:
                 table = pq.read_table(file).select(SLIDES.names)
             table.validate(full=True)  # ids that are no text would only be noticed where somebody uses them
             slides = table.to_pandas(ignore_metadata=True)
-            check_slides(slides)
+            check_slides(slides, meta)
         except (OSError, ValueError, LookupError, TypeError, pa.ArrowException, CohortError) as error:
             raise CohortError(f"cannot read {shown(uri)}/slides.parquet: {error}; ingest the cohort again") from error
-        return cls(str(uri), meta, slides)
+        # of what is there now: a label or a normal class changed by hand makes another cohort
+        return cls(str(uri), meta.model_copy(update={"checksum": cohort_checksum(meta, slides)}), slides)
 
     @property
     def name(self) -> str:
@@ -77,10 +79,20 @@ class Cohort:
         facts = self.slides.iloc[self._place(slide_id)[0]]
         return {str(name): value for name, value in facts.items()}
 
-    def bag(self, slide_id: str) -> Bag:
-        """The slide's patches in the order they were stored."""
-        _, part, row_group, label = self._place(slide_id)
+    def bag(self, slide_id: str, *, verify: bool = False) -> Bag:
+        """The slide's patches in the order they were stored.
+
+        `verify` compares them with the checksum of the ingest, which costs a multiple of reading them: done where
+        features enter a run, not at every use.
+        """
+        row, part, row_group, label = self._place(slide_id)
         features, lengths, coords = self._patches(str(slide_id), part, row_group)
+        size, checksum = self._ingested[row]
+        if len(features) != size or (verify and checksum and slide_checksum(features, coords) != checksum):
+            raise CohortError(
+                f"slide {slide_id}: {shown(self.uri)}/{part_name(part)}, row group {row_group}, does not hold what was "
+                "ingested; the cohort is damaged, ingest it again"
+            )
         return Bag(str(slide_id), unit_rows(features, lengths), coords, label)
 
     def bags(self, slide_ids: Sequence[str]) -> Iterator[Bag]:
@@ -92,6 +104,11 @@ class Cohort:
         """Slide id -> row, part, row group, label: a data frame's own lookup costs as much as reading a bag."""
         columns = (self.slides[name].tolist() for name in ("slide_id", "part", "row_group", "label"))
         return {slide: (row, *rest) for row, (slide, *rest) in enumerate(zip(*columns))}
+
+    @functools.cached_property
+    def _ingested(self) -> list[tuple[int, str | None]]:
+        """Number of patches and checksum of each slide."""
+        return list(zip(self.slides["n_patches"].tolist(), self.slides["checksum"].tolist()))
 
     def _place(self, slide_id: str) -> tuple[int, int, int, int]:
         place = self._places.get(slide_id)
@@ -125,8 +142,15 @@ class Cohort:
         return Cohort, (self.uri, self.meta, self.slides)
 
 
-def check_slides(slides: pd.DataFrame) -> None:
+def check_slides(slides: pd.DataFrame, meta: CohortMeta) -> None:
     """A cohort may come from anywhere: its slide ids name files later, so they are checked as at ingest."""
+    least = {"label": UNLABELLED, "n_patches": 1, "part": 0, "row_group": 0}
+    most = {"label": len(meta.classes) - 1}
+    for name, lowest in least.items():
+        wrong = slides[name].isna() | (slides[name] < lowest) | (slides[name] > most.get(name, np.inf))
+        if wrong.any():
+            first = slides[wrong].iloc[0]
+            raise CohortError(f"slide {first['slide_id']} cannot have the {name} {first[name]}")
     ids = slides["slide_id"].tolist()
     if slides["slide_id"].isna().any():
         raise CohortError("a slide has no id")

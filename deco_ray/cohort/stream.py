@@ -38,6 +38,7 @@ def map_bags(
     *,
     num_cpus: float = 1.0,
     concurrency: int | None = None,
+    verify: bool = False,
     label: str = "",
 ) -> Iterator[tuple[str, Arrays]]:
     """`function` of every bag, computed in Ray Data tasks beside the read; yields in the order of `slide_ids`.
@@ -56,7 +57,7 @@ def map_bags(
         results, error = [], b""
         for slide in batch["slide_id"].to_pylist():
             try:
-                results.append(apply(opened.bag(slide)))
+                results.append(apply(opened.bag(slide, verify=verify)))
             except Exception as raised:
                 error = portable(raised, slide)
                 break

@@ -17,6 +17,7 @@ other scales and other cohort seeds were not looked at with these values.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import uuid
@@ -60,7 +61,12 @@ def synthesize(path: str | Path, preset: str = "panda_lt", scale: float = 0.1, s
     folder = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         _write(folder, made, scale, seed)
-        os.rename(folder, final)
+        try:
+            os.rename(folder, final)
+        except OSError as error:
+            # another process was first: its cohort is opened
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return Cohort.open(str(final))

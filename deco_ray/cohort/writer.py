@@ -95,7 +95,8 @@ class CohortWriter:
             self._next_part(table.schema)
         assert self.file is not None
         self.file.write_table(table, row_group_size=max(1, len(table)))
-        facts = {**vars(slide), "n_patches": len(table), "checksum": slide_checksum(slide.features, slide.coords)}
+        stored = slide.features.astype(self.meta.dtype, copy=False)
+        facts = {**vars(slide), "n_patches": len(table), "checksum": slide_checksum(stored, slide.coords)}
         self.rows.append(slide_row(facts, slide.case_id, slide.label, self.part, self.row_group))
         self.row_group += 1
         self.bytes += table.nbytes

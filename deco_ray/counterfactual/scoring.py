@@ -78,14 +78,10 @@ def ensure_contributions(
         threads,
         gpus > 0 and torch.cuda.is_available() if scorers == 0 else gpus > 0,
     )
-    try:
+    with store.unless_made(KIND, key):
         table = score_slides(job, slides, scorers=scorers, cpus=cpus, gpus=gpus, report=report)
-    except StageError:
-        if store.exists(KIND, key):  # another process finished the same table and cleared the work away
-            return key, store.path(KIND, key)
-        raise
-    with store.writing(KIND, key, inputs, slides=len(slides), rows=len(table)) as folder:
-        write_table(table, folder)
+        with store.writing(KIND, key, inputs, slides=len(slides), rows=len(table)) as folder:
+            write_table(table, folder)
     return key, store.path(KIND, key)
 
 

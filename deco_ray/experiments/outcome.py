@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from deco_ray.experiments.methods import Run
 from deco_ray.experiments.site import Site
 from deco_ray.results.bootstrap import Predictions
+from deco_ray.results.run_files import read_frame, read_metrics
 
 RESULTS = "results.parquet"
 
 
 def model_folder(run: Run, sites: Mapping[str, Site], digest: str | None = None) -> Path:
     return sites[run.site].store.path("model", digest or run.model)
-
-
-def read_metrics(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "metrics.json").read_text())
 
 
 def finished(runs: Iterable[Run], sites: Mapping[str, Site]) -> list[Run]:
@@ -58,7 +53,7 @@ def read_predictions(runs: Iterable[Run], sites: Mapping[str, Site]) -> Predicti
 
 def histories(runs: Iterable[Run], sites: Mapping[str, Site]) -> dict[int, pd.DataFrame]:
     """Epoch curves by seed."""
-    return {run.seed: pd.read_parquet(model_folder(run, sites) / "history.parquet") for run in runs}
+    return {run.seed: read_frame(model_folder(run, sites) / "history.parquet") for run in runs}
 
 
 def as_judges(runs: Iterable[Run]) -> list[Run]:

@@ -17,6 +17,7 @@ from deco_ray.experiments.session import absolute
 from deco_ray.experiments.site import Site
 from deco_ray.experiments.study import Study
 from deco_ray.experiments.tracked import execute_tracked
+from deco_ray.results.localisation import instances_checksum
 from deco_ray.results.performance import PaperColumns, run_table
 from deco_ray.results.statistics import class_changes, class_warnings
 from deco_ray.results.tables import Table
@@ -53,7 +54,7 @@ def run_pipeline(config: Config, board: Board | None = None) -> PipelineResult:
         lambda figures, folder: pipeline_sections(config, site, study, pipeline_table(config, study), figures, folder),
         board,
         notes=lambda: loss_warnings(site, finished(runs, study.sites), study.sites),
-        settings={"report": config.report.model_dump(mode="json"), "paper": config.paper.model_dump(mode="json")},
+        settings={"instances": instances_checksum(site.cohort, config.report.instances)},
     )
     done = finished(runs, study.sites)
     frame = results_frame(finished(study.runs, study.sites), study.sites)

@@ -19,7 +19,6 @@ from deco_ray.experiments.outcome import (
     finished,
     histories,
     model_folder,
-    read_metrics,
     read_predictions,
     results_frame,
 )
@@ -36,6 +35,7 @@ from deco_ray.results.figures import (
 )
 from deco_ray.results.longtail import longtail_figure, longtail_table, nested_long_tail
 from deco_ray.results.report import Block, Picture, Section, Text, Verdict
+from deco_ray.results.run_files import read_metrics
 from deco_ray.results.statistics import class_change_table, class_changes, compare_methods, verdict
 from deco_ray.results.tables import Table
 

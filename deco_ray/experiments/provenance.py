@@ -13,9 +13,10 @@ import yaml
 import deco_ray
 from deco_ray.config import Config
 from deco_ray.experiments.methods import Run
-from deco_ray.experiments.outcome import model_folder, read_metrics
+from deco_ray.experiments.outcome import model_folder
 from deco_ray.experiments.site import Site
 from deco_ray.results.redact import redact, redact_tree
+from deco_ray.results.run_files import read_metrics
 from deco_ray.results.tracking import git_commit
 
 LIBRARIES = ("torch", "ray", "faiss-cpu", "mlflow", "pyarrow", "numpy", "scikit-learn")

@@ -66,7 +66,8 @@ class Recorder:
         folder = self.sites[stage.site].store.path("model", stage.digest)
         child = self._child(stage)
         child.log_run_artefact(folder)
-        child.finish()
+        if not child.complete:  # it said why; the next run of the command tries again
+            child.finish("FAILED")
 
     def failed(self, stage: Stage, why: str) -> None:
         if isinstance(stage, TrainStage):

@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan_params(plan),
         lambda f, d: sections(plan, f, d),
         Board(),
+        settings=plan_settings(plan),
     )
     for by_cohort in plan.varied.values():
         for varied in by_cohort.values():
@@ -58,6 +59,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan_params(plan: Plan) -> dict:
     return {"items": ",".join(plan.varied), "cohorts": ",".join(plan.configs)}
+
+
+def plan_settings(plan: Plan) -> dict:
+    """All the report is drawn from besides the runs: the plan, what was chosen of it, every file it names."""
+    return {
+        "plan": plan.file.model_dump(mode="json"),
+        "files": {
+            item: {cohort: varied.file.model_dump(mode="json") for cohort, varied in by_cohort.items()}
+            for item, by_cohort in plan.varied.items()
+        },
+        "analysed": list(plan.main),
+        "cohorts": {cohort: config.model_dump(mode="json") for cohort, config in plan.configs.items()},
+    }
 
 
 def summary(plan: Plan) -> str:

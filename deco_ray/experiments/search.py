@@ -202,7 +202,7 @@ def matches(site: Any, member: Config) -> bool:
 
 def final_score(stage: Stage, place: Workplace) -> float:
     """Validation macro-F1 of the best epoch, from disk: also of runs that were there already."""
-    from deco_ray.experiments.outcome import read_metrics
+    from deco_ray.results.run_files import read_metrics
 
     return float(read_metrics(place.sites[stage.site].store.path("model", stage.digest))["val"]["macro_f1"])
 

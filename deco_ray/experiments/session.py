@@ -12,6 +12,7 @@ import ray
 from deco_ray.cluster import start_ray
 from deco_ray.config import Config, ResourceSection
 from deco_ray.errors import ConfigError, DecoError
+from deco_ray.results.redact import redact
 
 HOME = "DECO_RAY_HOME"  # the directory relative paths mean, when the job runs from an uploaded copy
 UPLOAD_MARK = "/runtime_resources/working_dir_files/"
@@ -41,6 +42,10 @@ def absolute(config: Config) -> Config:
     update: dict[str, Any] = {"cohort": resolve(config.cohort, "cohort"), "storage": resolve(config.storage, "storage")}
     if config.report.instances is not None:
         instances = resolve(config.report.instances, "report.instances")
+        if not os.path.isfile(instances):  # only the report reads it: too late to be told there
+            raise ConfigError(
+                f"report.instances = {redact(instances)!r} is no file; give the .npz with the class of every patch"
+            )
         update["report"] = config.report.model_copy(update={"instances": instances})
     return config.model_copy(update=update)
 

@@ -7,9 +7,8 @@ import re
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from deco_ray.artefacts import ArtefactStore, write_atomically
+from deco_ray.artefacts import DIGEST_LENGTH, ArtefactStore, digest, write_atomically
 from deco_ray.cohort import Cohort
 from deco_ray.cohort.presets import PRESETS
 from deco_ray.cohort.splits import Split, frequency_groups, leaks, resolve_split
@@ -19,6 +18,7 @@ from deco_ray.errors import CohortError, ConfigError
 from deco_ray.experiments.session import check_storage
 
 TINY_CLASS = 10  # training slides below which a class's figures are mostly chance
+NAME_LENGTH = 100  # file systems allow names of 255 bytes
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,27 @@ def site_warnings(cohort: Cohort, split: Split) -> list[str]:
 def note_changed_cohort(root: Path, cohort: Cohort) -> list[str]:
     """Say it when the storage holds results of other data under the same cohort name."""
     path = root / "cohort.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    if known.get("checksum") == cohort.checksum:
+    known = _known_checksum(path)
+    if known == cohort.checksum:
         return []
     write_atomically(path, json.dumps({"uri": shown(cohort.uri), "checksum": cohort.checksum}))
     if not known:
         return []
     return [
-        f"cohort {cohort.name} changed since results were last written to {root} (checksum {known['checksum'][:8]} "
+        f"cohort {cohort.name} changed since results were last written to {root} (checksum {known[:8]} "
         f"then, {cohort.checksum[:8]} now): everything is computed anew, the old results stay under their own digests"
     ]
 
 
+def _known_checksum(path: Path) -> str:
+    """Of the cohort whose results lie there; empty where the file, which serves a note only, is missing or damaged."""
+    try:
+        return str(json.loads(path.read_text())["checksum"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
 def folder_name(name: str) -> str:
-    """A cohort's name as one safe folder name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._") or "cohort"
+    """A cohort's name as one safe folder name; a digest keeps long ones apart that begin alike."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._") or "cohort"
+    return safe if len(safe) <= NAME_LENGTH else f"{safe[: NAME_LENGTH - DIGEST_LENGTH - 1]}-{digest(name)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from deco_ray.experiments.provenance import config_yaml, provenance, resume_warn
 from deco_ray.experiments.recorder import Recorder
 from deco_ray.experiments.study import Study
 from deco_ray.results.performance import summarise
-from deco_ray.results.report import Section, build_report
+from deco_ray.results.redact import redact_tree
+from deco_ray.results.report import Section, Verdict, build_report
 from deco_ray.results.tracking import Tracker
 
 REPORT = "report"
-LAYOUT = 2  # raise it when the pages change, so that finished reports are built again
+VERDICTS = "verdicts.json"
+LAYOUT = 3  # raise it when the pages change, so that finished reports are built again
 Sections = Callable[[Album, Path], list[Section]]
 
 
@@ -30,6 +33,7 @@ class Tracked:
     report: Path
     notes: list[str]  # what a reader of the results must know
     failures: dict[str, str]  # stage title -> why
+    verdicts: list[str]  # what the data support, as the report says it
 
 
 def execute_tracked(
@@ -46,7 +50,8 @@ def execute_tracked(
 ) -> Tracked:
     """Run a pipeline, sweep, comparison or plan as one tracked run with a report.
 
-    The report is an artefact of the runs it shows, of the `notes` found in them and of `settings` it is drawn with.
+    The report is an artefact of the runs it shows, of the `notes` found in them, of the study's configuration and of
+    whatever else it is drawn from (`settings`: variant files, the contents of data files).
     """
     site = next(iter(study.sites.values()))
     for opened in study.sites.values():
@@ -77,7 +82,7 @@ def execute_tracked(
         raise
     recorder.close()
     parent.finish("FAILED" if failures else "FINISHED")
-    return Tracked(report, told, failures)
+    return Tracked(report, told, failures, json.loads((report.parent / VERDICTS).read_text()))
 
 
 def _report(
@@ -92,17 +97,19 @@ def _report(
     site = next(iter(study.sites.values()))
     done = finished(study.runs, study.sites)
     runs = [[run.method, run.setting, run.seed, run.model] for run in done]
-    pdf = study.base.report.pdf
-    inputs = {"layout": LAYOUT, "kind": kind, "title": title, "runs": runs, "notes": notes, "pdf": pdf, **settings}
+    inputs = {"layout": LAYOUT, "kind": kind, "title": title, "runs": runs, "notes": notes, **settings}
+    inputs = redact_tree({**inputs, "config": study.base.model_dump(mode="json")})  # the artefact's record keeps them
     key = digest(inputs)
     reused, begun = site.store.exists(REPORT, key), time.monotonic()
     if not reused:
         with site.store.writing(REPORT, key, inputs) as folder:
-            body = sections(Album(folder / "figures", pdf), folder)
+            body = sections(Album(folder / "figures", study.base.report.pdf), folder)
             page = folder / "report.html"
             build_report(page, title, body, provenance(site), config_yaml(study.base), notes, subtitle=subtitle(study))
             results_frame(done, study.sites).to_parquet(folder / RESULTS, index=False)
             write_atomically(folder / "config.yaml", config_yaml(study.base))
+            verdicts = [block.text for section in body for block in section.blocks if isinstance(block, Verdict)]
+            write_atomically(folder / VERDICTS, json.dumps(verdicts))
     board.stage("report", "", time.monotonic() - begun, reused)
     return site.store.path(REPORT, key) / "report.html"
 

@@ -11,7 +11,6 @@ from deco_ray.experiments.tracked import execute_tracked
 from deco_ray.experiments.variants import load_variants
 from deco_ray.experiments.varied import add_varied
 from deco_ray.experiments.varied_report import varied_section, varied_table
-from deco_ray.results.report import Verdict
 
 
 def add_base(parser: argparse.ArgumentParser) -> None:
@@ -28,17 +27,19 @@ def run_varied(args: argparse.Namespace, default: str) -> int:
     trainings = sum(stage.kind == "model" for stage in study.missing().values())
     unique = sum(stage.kind == "model" for stage in study.graph)
     board.say(f"{file.title}: {unique} trainings ({study.naive} if each brought its own judge), {trainings} to do")
-    verdicts: list[str] = []
-
-    def sections(figures, folder):
-        section = varied_section(file.kind, {varied.site.cohort.name: varied}, figures, folder)
-        verdicts.extend(block.text for block in section.blocks if isinstance(block, Verdict))
-        return [section]
-
     params = {"axis": file.axis or "", "variants": len(file.expanded()), "seeds": len(config.seeds)}
-    outcome = execute_tracked(study, file.kind, f"{config.name}: {file.title}", file.title, params, sections, board)
+    outcome = execute_tracked(
+        study,
+        file.kind,
+        f"{config.name}: {file.title}",
+        file.title,
+        params,
+        lambda figures, folder: [varied_section(file.kind, {varied.site.cohort.name: varied}, figures, folder)],
+        board,
+        settings={"file": file.model_dump(mode="json")},
+    )
     print("\n" + varied_table(varied).plain())
-    for text in verdicts:
+    for text in outcome.verdicts:
         print(text)
     print(f"\nreport      {outcome.report}")
     print(f"tables      {outcome.report.parent / 'tables'}   (Markdown, CSV, LaTeX)")

@@ -7,11 +7,10 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deco_ray.errors import ModelError
 from deco_ray.models.protocol import Aggregator
 from deco_ray.models.registry import create_model
+from deco_ray.models.tensors import load_tensors
 
 FACTS, WEIGHTS = "model.json", "model.pt"
 
@@ -43,7 +42,7 @@ def load_model(folder: str | Path, dim: int | None = None) -> tuple[Aggregator, 
     model = create_model(facts["name"], int(facts["dim"]), len(facts["classes"]), **(facts.get("options") or {}))
     path = Path(folder) / WEIGHTS
     try:
-        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        model.load_state_dict(load_tensors(path))
     except FileNotFoundError:
         raise ModelError(f"no weights at {path}; train the model again") from None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:

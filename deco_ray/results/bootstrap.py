@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from deco_ray.errors import DecoError
 from deco_ray.keys import generator
+from deco_ray.results.run_files import read_frame
 
 RESAMPLES = 5000
 LEVEL = 0.95
@@ -46,7 +46,7 @@ class Predictions:
         labels = np.empty(0, dtype=int)
         for seed, folder in runs.items():
             path = Path(folder) / "predictions.parquet"
-            frame = pq.read_table(path).to_pandas()
+            frame = read_frame(path)
             frame = frame[frame["split"] == split].sort_values("slide_id")
             if not len(frame):
                 raise DecoError(f"{path} holds no predictions of split {split!r}; train the run again (seed {seed})")

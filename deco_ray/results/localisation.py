@@ -6,6 +6,9 @@ Positives are patches of the slide's own class; patches of another lesion count 
 
 from __future__ import annotations
 
+import hashlib
+import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +35,17 @@ def load_instances(cohort: Cohort, path: str | Path | None = None) -> dict[str, 
     """The lesion class of every patch, int64 [N], 0 where normal: a synthetic cohort's own, or an .npz by slide id."""
     sizes = dict(zip(cohort.slides["slide_id"], cohort.slides["n_patches"].astype(int)))
     if path is not None:
-        with np.load(path, allow_pickle=False) as saved:
-            instances = {slide: saved[slide].astype(np.int64) for slide in saved.files if slide in sizes}
+        try:
+            with np.load(path, allow_pickle=False) as saved:
+                instances = {slide: saved[slide].astype(np.int64) for slide in saved.files if slide in sizes}
+        except (OSError, EOFError, ValueError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+            raise CohortError(
+                f"cannot read {path}: {error}; report.instances takes an .npz with a whole number for every patch, "
+                "by slide id, as numpy.savez writes it"
+            ) from error
         for slide, lesion in instances.items():
             if lesion.shape != (sizes[slide],):
-                raise CohortError(f"{path}: slide {slide} has {len(lesion)} entries for {sizes[slide]} patches")
+                raise CohortError(f"{path}: slide {slide} has {lesion.size} entries for {sizes[slide]} patches")
         return instances
     filesystem, root = locate(cohort.uri)
     try:
@@ -48,6 +57,15 @@ def load_instances(cohort: Cohort, path: str | Path | None = None) -> dict[str, 
     for slide, rows in table.groupby("slide_id"):
         instances[str(slide)][rows["patch"].to_numpy()] = rows["lesion"].to_numpy()
     return instances
+
+
+def instances_checksum(cohort: Cohort, path: str | None) -> str | None:
+    """What an .npz of lesions holds, in short, once all of it was read; none where none is given."""
+    if path is None:
+        return None
+    load_instances(cohort, path)  # a file that cannot be used is told before hours of work are spent
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from deco_ray.artefacts import write_atomically
+from deco_ray.artefacts import temporary_beside, write_atomically
 from deco_ray.cohort.splits import frequency_groups
 from deco_ray.errors import DecoError, ModelError
 from deco_ray.progress import bar
@@ -134,16 +134,20 @@ def scores(graded: Graded, ensemble: Ensemble, truth: dict[str, int]) -> dict[st
 
 
 def check_output(path: str | Path) -> Path:
-    """The file to write, before hours of work are spent on it."""
+    """The file to write, before hours of work are spent on it; whatever is there stays until it is written."""
     path = Path(path)
     if path.suffix.lower() not in ENDINGS:
         raise DecoError(f"--out {path} must end in .csv or .parquet")
-    if path.is_dir():
-        raise DecoError(f"--out {path} is a folder; give the name of a file")
+    for file in (path, rejected_path(path)):
+        if file.is_dir():
+            raise DecoError(f"--out {path} would write to {file}, which is a folder; give another name")
+    probe = temporary_beside(rejected_path(path))  # the longest name to be written
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(rejected_path(path), bytes(4096))  # a full disk still takes empty files
-        rejected_path(path).unlink()
+        try:
+            probe.write_bytes(bytes(4096))  # a full disk still takes empty files
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise DecoError(f"cannot write to {path.parent}: {error.strerror}; choose another --out") from error
     return path
@@ -154,13 +158,15 @@ def rejected_path(out: Path) -> Path:
 
 
 def write_predictions(out: Path, frame: pd.DataFrame, rejected: dict[str, str]) -> None:
-    """The frame as CSV or Parquet, and <out>.rejected.csv if slides were left out; each appears when complete."""
+    """The frame as CSV or Parquet, and <out>.rejected.csv only if slides were left out; each appears when complete."""
     if rejected:
         left = pd.DataFrame({"slide_id": list(rejected), "reason": list(rejected.values())})
         write_atomically(rejected_path(out), left.to_csv(index=False))
     if out.suffix.lower() == ".csv":
         write_atomically(out, frame.to_csv(index=False))
-        return
-    sink = pa.BufferOutputStream()
-    frame.to_parquet(sink, index=False)
-    write_atomically(out, sink.getvalue().to_pybytes())
+    else:
+        sink = pa.BufferOutputStream()
+        frame.to_parquet(sink, index=False)
+        write_atomically(out, sink.getvalue().to_pybytes())
+    if not rejected:
+        rejected_path(out).unlink(missing_ok=True)  # that of the predictions just replaced: it would mislead

@@ -9,24 +9,37 @@ from typing import Any
 STRUCK = "***"
 
 # Every repetition is bounded or starts at a fixed text: a long value must not take quadratic time.
-# s3://KEY:SECRET@bucket, http://user:password@host; the path is kept, whoever reads it needs it
-_USERINFO = re.compile(r"(?<=://)[^\s/?#'\"<>]+@")
-_NAMES = r"pass(?:word|wd|phrase)|pwd|secret|token|api[_-]?key|access[_-]?key|credentials?|authorization|signature"
-# ?token=…&sig=…, X-Amz-Signature=…; "password": "…" and token: … in messages
+# A URI ends at white space or at the quote that closes it: one inside a password has more of it behind.
+_WORD = re.compile(r"(?:[^\s'\"]+|['\"](?![\s,;:)\]}>]|$))+")
+# s3://KEY:SECRET@bucket, as much of it as stands before the last @: a secret may itself hold /, ?, # or @
+_USER_PASSWORD = re.compile(r"(?<=://)[^/?#:]*:.*")
+# http://user@host; an @ of the path (s3://bucket/cohort@v2) is kept, whoever reads it needs it
+_USER = re.compile(r"(?<=://)[^\s/?#'\"<>]+@")
+_KEYS = r"(?:api|access|account|private)[_-]?key"
+_NAMES = rf"pass(?:word|wd|phrase)|pwd|secret|token|{_KEYS}|credentials?|authorization|signature"
+# ?token=…&sig=…, ?key=…, X-Amz-Signature=…; "password": "…" and token: … in messages
 _ASSIGNED = re.compile(
-    rf"(?P<name>(?:(?:{_NAMES})[\w-]{{0,30}}|\bsig)['\"]?\s{{0,2}}[=:]\s{{0,2}}['\"]?)"
+    rf"(?P<name>(?:(?:{_NAMES})[\w-]{{0,30}}|\bsig|(?<=[?&])key)['\"]?\s{{0,2}}[=:]\s{{0,2}}['\"]?)"
     r"(?:(?:Bearer|Basic)\s+)?[^\s&;,'\"}]+",
     re.I,
 )
 _BEARER = re.compile(r"\b(?P<name>Bearer|Basic)\s+[\w.~+/=-]{8,}")
+_PEM = re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}-----|\Z)", re.S)
 _SECRET_KEY = re.compile(_NAMES, re.I)
 
 
 def redact(text: str) -> str:
-    """The text without passwords in URIs, secret query values and authorisation headers."""
-    text = _USERINFO.sub(f"{STRUCK}@", text)
+    """The text without passwords in URIs, secret query values, private keys and authorisation headers."""
+    text = _WORD.sub(_without_password, text)
+    text = _USER.sub(f"{STRUCK}@", text)
+    text = _PEM.sub(STRUCK, text)
     text = _ASSIGNED.sub(rf"\g<name>{STRUCK}", text)
     return _BEARER.sub(rf"\g<name> {STRUCK}", text)
+
+
+def _without_password(word: re.Match[str]) -> str:
+    before, at, after = word[0].rpartition("@")
+    return _USER_PASSWORD.sub(STRUCK, before) + at + after
 
 
 def redact_tree(value: Any, key: str = "") -> Any:

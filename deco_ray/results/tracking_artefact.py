@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from deco_ray.models.saved import load_facts
 from deco_ray.results import mlflow_model
 from deco_ray.results.figures import confusion_figure
+from deco_ray.results.run_files import read_frame, read_metrics
 
 if TYPE_CHECKING:
     from deco_ray.results.tracking_run import RunHandle
@@ -24,19 +23,19 @@ SHOWN = ("name", "dim", "seed", "encoder")  # of model.json, as parameters
 def log_run(run: RunHandle, folder: Path, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
     """Log a "model" artefact folder and mark the run complete."""
     facts = load_facts(folder)
-    metrics = json.loads((folder / "metrics.json").read_text())
+    metrics = read_metrics(folder)
     classes = facts["classes"]
     described = {f"model.{name}": facts[name] for name in SHOWN if facts.get(name) is not None}
     run.log_params(
         {**described, **{f"model.{name}": value for name, value in facts.get("options", {}).items()}, **params}
     )
     run.set_tags({**tags, "deco.artefact": folder})
-    run.log_epochs(pd.read_parquet(folder / "history.parquet"))
+    run.log_epochs(read_frame(folder / "history.parquet"))
     run.log_metrics(named_metrics(metrics, classes))
     confusion = metrics.get("test", {}).get("confusion")
     if confusion:
         run.log_figure(confusion_figure(np.asarray(confusion), classes, "Test slides"), "confusion_test")
-    run.log_table(pd.read_parquet(folder / "predictions.parquet"), "predictions")
+    run.log_table(read_frame(folder / "predictions.parquet"), "predictions")
     if run.tracker.section.log_models:
         log_model(run, folder)
     run.finish()

@@ -28,8 +28,7 @@ def look_up_sqlite(database: Path, experiment: str, kind: str, digest: str) -> F
     """The oldest active run of this kind and digest, read without MLflow; sqlite3.Error if that is not possible."""
     if not database.exists():
         return None
-    source = f"{database.absolute().as_uri()}?mode=ro"
-    with contextlib.closing(sqlite3.connect(source, uri=True, timeout=5)) as connection:
+    with contextlib.closing(_read_only(database)) as connection:
         rows = connection.execute(
             "SELECT r.run_uuid FROM runs r JOIN experiments e ON e.experiment_id = r.experiment_id"
             " JOIN tags d ON d.run_uuid = r.run_uuid AND d.key = ? AND d.value = ?"
@@ -51,6 +50,16 @@ def look_up_sqlite(database: Path, experiment: str, kind: str, digest: str) -> F
         ):
             tags.setdefault(owner, {})[key] = value
     return Found(run_id, tags.pop(run_id), _by_digest(Found(*item) for item in tags.items()))
+
+
+def known_metrics_sqlite(database: Path, run_id: str) -> dict[str, float]:
+    """The last value of every metric of a run, by name."""
+    with contextlib.closing(_read_only(database)) as connection:
+        return dict(connection.execute("SELECT key, value FROM latest_metrics WHERE run_uuid = ?", (run_id,)))
+
+
+def _read_only(database: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
 
 
 def look_up(client: Any, experiment_id: str, kind: str, digest: str) -> Found | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import logging
 import math
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ import yaml
 
 from deco_ray.errors import DecoError
 from deco_ray.results.redact import redact, redact_tree
-from deco_ray.results.tracking_lookup import LOGGED, Found
+from deco_ray.results.tracking_lookup import LOGGED, Found, known_metrics_sqlite
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,7 +97,7 @@ class RunHandle:
             self._log(client, [_metrics(history[step], step) for step in new])
 
         if records:
-            self.write(write)
+            self._append(write)
 
     def log_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Final values, nested ones joined by `/`; non-finite ones are left out, known ones not repeated."""
@@ -105,7 +107,7 @@ class RunHandle:
             new = [metric for metric in made if self._metrics.get(metric.key) != metric.value]
             self._log(client, ([metric] for metric in new))
 
-        self.write(write)
+        self._append(write)
 
     def log_figure(self, figure: Any, name: str) -> None:
         """A matplotlib figure, or the path of a picture, as figures/<name>."""
@@ -203,6 +205,19 @@ class RunHandle:
             client.log_batch(self.run_id, metrics=batch)
             self._metrics.update({metric.key: metric.value for metric in batch})
 
+    def _append(self, action: Callable[[Any], None]) -> None:
+        """Like `write`, alone and knowing what MLflow has by now: another driver may have resumed the same run."""
+
+        def run(client: Any) -> None:
+            database = self.tracker.database
+            if database is None:  # a server is not asked at every epoch
+                return action(client)
+            with locked(database.with_name(f".{database.name}.lock")):
+                self._metrics = known_metrics_sqlite(database, str(self.run_id))
+                action(client)
+
+        self.write(run)
+
     def _upload(self, name: str, folder: str | None, content: Callable[[], bytes]) -> None:
         def write(client: Any) -> None:
             with tempfile.TemporaryDirectory() as scratch:
@@ -227,6 +242,15 @@ class RunHandle:
             action(client)
 
         self.tracker.call(run)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; where the file system has no locks, everyone."""
+    with open(path, "a") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def flatten(tree: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from deco_ray.artefacts import write_atomically
+from deco_ray.models.tensors import load_tensors, save_tensors
 
 logger = logging.getLogger(__name__)
 CHECKPOINT = "checkpoint.pt"
@@ -34,13 +32,6 @@ class TrainingState:
     resumes: int = 0
 
 
-def save_tensors(path: Path, content: dict[str, Any]) -> None:
-    """Through memory: torch's own writer turns a full disk into a RuntimeError that names neither disk nor reason."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    write_atomically(path, buffer.getvalue())
-
-
 def save_checkpoint(folder: Path, state: TrainingState) -> None:
     save_tensors(folder / CHECKPOINT, {entry.name: getattr(state, entry.name) for entry in fields(state)})
 
@@ -54,7 +45,11 @@ def load_checkpoint(folder: Path) -> TrainingState | None:
     if not path.exists():
         return None
     try:
-        state = TrainingState(**torch.load(path, map_location="cpu", weights_only=True))
+        content = load_tensors(path)
+        missing = {entry.name for entry in fields(TrainingState)} - set(content)
+        if missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        state = TrainingState(**content)
     except Exception as error:  # a damaged zip, pickle or tensor each raises something else
         aside = path.with_name(f"broken-{time.time_ns()}.pt")
         path.rename(aside)

@@ -14,8 +14,8 @@ import torch
 from deco_ray.cohort.store import Cohort
 from deco_ray.models.protocol import Aggregator
 from deco_ray.models.saved import FACTS, WEIGHTS
+from deco_ray.models.tensors import save_tensors
 from deco_ray.results.metrics import evaluate
-from deco_ray.training.checkpoint import save_tensors
 from deco_ray.training.engine import Engine
 from deco_ray.training.group import Solo
 from deco_ray.training.loop import Outcome

@@ -72,14 +72,15 @@ def run_training(
     check(spec, cohort, split)
     if not store.exists("model", spec.digest):
         job = Job(spec, cohort, split, store, resources, source, label)
-        if spec.workers == 1:
-            TorchTrainer(
-                lambda: work(job, Solo(), report),
-                scaling_config=ray.train.ScalingConfig(num_workers=0),
-                run_config=run_config(job),
-            ).fit()
-        else:
-            run_group(job, report)
+        with store.unless_made("model", spec.digest):
+            if spec.workers == 1:
+                TorchTrainer(
+                    lambda: work(job, Solo(), report),
+                    scaling_config=ray.train.ScalingConfig(num_workers=0),
+                    run_config=run_config(job),
+                ).fit()
+            else:
+                run_group(job, report)
     return store.path("model", spec.digest)
 
 

@@ -120,7 +120,7 @@ def load_features(cohort: Cohort, slide_ids: Sequence[str]) -> SharedFeatures:
 
 
 def read_block(cohort: Cohort, slide_ids: list[str]) -> np.ndarray:  # [sum of patches, d]
-    return np.concatenate([cohort.bag(slide).features.numpy() for slide in slide_ids])
+    return np.concatenate([cohort.bag(slide, verify=True).features.numpy() for slide in slide_ids])
 
 
 def read_only(features: np.ndarray) -> Tensor:

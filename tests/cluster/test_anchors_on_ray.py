@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 
@@ -248,3 +249,15 @@ def test_a_cohort_that_changed_since_the_split_was_made_is_refused(made, tmp_pat
     with pytest.raises(CohortError, match="was made for other data"):
         ensure_anchors(changed, split, SECTION, ArtefactStore(tmp_path / "runs"))
     assert not files(tmp_path / "runs")
+
+
+def test_a_disk_that_fills_up_while_the_pool_is_drawn_is_told(disk, tiny_cohort):
+    """A pool behind a memory map would end the process with SIGBUS."""
+    split = new_split(tiny_cohort, "all", dict.fromkeys(tiny_cohort.slides["slide_id"], "train"), {})
+    store, others = ArtefactStore(disk.path / "runs"), disk.path / "others"
+    others.write_bytes(bytes(shutil.disk_usage(disk.path).free - 3 * 4096))  # the folders, and a first block
+    with pytest.raises(DecoError, match=r"cannot write to .*No space left.*make room"):
+        ensure_anchors(tiny_cohort, split, SECTION, store)
+    assert not list(store.root.rglob("*.tmp"))
+    others.unlink()
+    ensure_anchors(tiny_cohort, split, SECTION, store)

@@ -7,14 +7,16 @@ import json
 import platform
 import subprocess
 
+import numpy as np
 import pytest
 from pipeline_site import fingerprint, leftovers, tiny_config
 
-from deco_ray.errors import ConfigError, DecoError
+from deco_ray.config import with_settings
+from deco_ray.errors import CohortError, ConfigError, DecoError
 from deco_ray.experiments.board import Board
 from deco_ray.experiments.pipeline import run_pipeline
 from deco_ray.experiments.pipeline_command import closing
-from deco_ray.experiments.session import check_capacity, concurrent_runs
+from deco_ray.experiments.session import absolute, check_capacity, concurrent_runs
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,28 @@ def test_a_second_run_trains_nothing_and_says_so(finished):
     assert leftovers(config.storage) == []
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
     assert again.table.plain() == result.table.plain()
+
+
+def test_the_report_follows_the_content_of_the_lesion_file(finished, tiny_cohort, tmp_path):
+    config, _, _ = finished
+    sizes = dict(zip(tiny_cohort.slides["slide_id"], tiny_cohort.slides["n_patches"]))
+    config = with_settings(config, {"report.instances": str(tmp_path / "lesions.npz"), "report.pdf": False})
+    reports = []
+    for lesions in (1, 2, 2):
+        np.savez(tmp_path / "lesions.npz", **{slide: np.arange(n) % 5 == lesions for slide, n in sizes.items()})
+        reports.append(run_pipeline(config, Board(io.StringIO())).report)
+    assert reports[0] != reports[1]
+    assert reports[1] == reports[2]
+
+
+def test_a_lesion_file_is_checked_before_anything_runs(tiny_cohort, tmp_path):
+    config = tiny_config(tiny_cohort.uri, tmp_path / "runs", **{"report.instances": str(tmp_path / "lesions.npz")})
+    with pytest.raises(ConfigError, match=r"report\.instances = '.*lesions.npz' is no file"):
+        absolute(config)
+    (tmp_path / "lesions.npz").write_text("slide,class")
+    with pytest.raises(CohortError, match=r"cannot read .*lesions.npz"):
+        run_pipeline(config, Board(io.StringIO()))
+    assert fingerprint(config.storage) == {}
 
 
 def test_the_board_tells_every_stage_with_its_time(finished):

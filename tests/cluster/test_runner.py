@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -13,9 +14,10 @@ from watched_source import WatchedFeatures
 
 from deco_ray.anchors import Anchors
 from deco_ray.artefacts import ArtefactStore
+from deco_ray.cohort import Cohort
 from deco_ray.cohort.splits import make_split
 from deco_ray.config import ModelSection, ResourceSection, SplitSection, TrainingSection
-from deco_ray.errors import DecoError, StageError
+from deco_ray.errors import CohortError, DecoError, StageError
 from deco_ray.models.saved import load_model
 from deco_ray.training.runner import run_training
 from deco_ray.training.shared import fits, load_features, open_source
@@ -97,6 +99,28 @@ def test_features_in_shared_memory_are_the_cohorts(tiny_cohort, shared):
     found = dict(shared.open().bags(ids))
     for slide in ids:
         assert torch.equal(found[slide], tiny_cohort.bag(slide).features)
+
+
+def test_slides_whose_reading_kills_its_process_are_named(tiny_cohort, shared, monkeypatch):
+    """As a file that crashes its reader would, or one too large for the memory."""
+
+    def die(cohort, slide_ids):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr("deco_ray.training.shared.read_block", die)
+    with pytest.raises(StageError, match=r"reads slides s0_000 to s2_007 died again and again.*leave the slide out"):
+        load_features(tiny_cohort, list(tiny_cohort.slides["slide_id"])).open()
+
+
+def test_a_slide_that_changed_after_ingest_is_refused(tiny_cohort, shared, tmp_path):
+    shutil.copytree(tiny_cohort.uri, tmp_path / "c")
+    part = tmp_path / "c" / "patches" / "part-00000.parquet"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    cohort = Cohort.open(tmp_path / "c")
+    with pytest.raises(CohortError, match=r"slide s\d_\d+: .*part-00000.parquet.* does not hold what was ingested"):
+        load_features(cohort, list(cohort.slides["slide_id"])).open()
 
 
 def test_a_final_model_trains_on_anchors_and_contributions(tiny_cohort, split, store, shared):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 
 import numpy as np
@@ -103,6 +104,15 @@ def test_a_bug_stops_fast_and_names_the_slide(site, tmp_path, scorers, ray_clust
     assert {path.stat().st_size for path in job.work.glob("*.attempts")} == {1}  # nothing was tried twice
 
 
+def test_a_full_disk_is_told_by_an_actor_as_it_is_in_this_process(site, disk, ray_cluster):
+    (disk.path / "others").write_bytes(bytes(shutil.disk_usage(disk.path).free))
+    for scorers in (0, 2):
+        with pytest.raises(OSError, match="No space left") as told:
+            score_slides(site.job(disk.path / f"work {scorers}"), site.slides, scorers=scorers, cpus=0.5)
+        assert told.value.errno == errno.ENOSPC
+    (disk.path / "others").unlink()
+
+
 def test_a_chunk_that_keeps_killing_its_process_is_given_up(site, tmp_path):
     job = site.job(tmp_path / "work")
     scorer, chunk = slide_scorer.SlideScorer(job), plan_chunks(site.cohort, site.slides)[0]
@@ -115,6 +125,11 @@ def test_a_chunk_that_keeps_killing_its_process_is_given_up(site, tmp_path):
 def test_an_unusable_judge_is_named(site):
     with pytest.raises(ModelError, match="16-dimensional"):
         load_model(site.judge, dim=512)
+    weights = bytearray((site.judge / "model.pt").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (site.judge / "model.pt").write_bytes(weights)
+    with pytest.raises(ModelError, match=r"model\.pt does not hold .* not what was written; train the model again"):
+        load_model(site.judge)
     (site.judge / "model.pt").write_bytes(b"not weights")
     with pytest.raises(ModelError, match=r"model\.pt does not hold the weights"):
         load_model(site.judge)

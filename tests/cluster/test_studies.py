@@ -57,6 +57,23 @@ def test_a_comparison_prints_its_table_and_a_verdict(base, capsys):
     assert "On Macro-F1, over 6 test slides and 2 seeds, DeCo-MIL" in out
 
 
+def test_a_report_follows_its_file_and_is_reused_with_its_verdicts(base, capsys):
+    _, path, folder = base
+    compare = {"kind": "comparison", "title": "two", "methods": ["meanpool", "abmil"], "reference": "abmil"}
+
+    def told(file: dict, *more: str) -> list[str]:
+        assert command_line(["compare", "--config", write(folder / "two.yaml", file), "--base", path, *more]) == 0
+        out = capsys.readouterr().out.splitlines()
+        return [line for line in out if line.startswith(("report ", "On "))]
+
+    first = told(compare)
+    assert len(first) > 1
+    assert told(compare) == first
+    other = told({**compare, "reference": "meanpool"})
+    assert not set(first) & set(other)
+    assert told(compare, "--set", "paper.same_features=true")[-1] not in (first[-1], other[-1])
+
+
 def test_the_plan_merges_identical_work_and_reports_every_item(base, capsys):
     _, path, folder = base
     plan = {
@@ -89,6 +106,9 @@ def test_the_plan_merges_identical_work_and_reports_every_item(base, capsys):
     page = Path(next(line.split()[1] for line in out.splitlines() if line.startswith("report"))).read_text()
     for title in ("Masking", "λ", "Nested long tail: tiny"):
         assert title in page
+    write(folder / "masking.yaml", {**masking, "reference": "random"})
+    assert command_line(["reproduce", "--config", file]) == 0
+    assert page != Path(capsys.readouterr().out.partition("\nreport")[2].split()[0]).read_text()
     assert open_plan(file).counts()[2] == 0
 
 

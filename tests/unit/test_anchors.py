@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 
@@ -10,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from deco_ray.anchors import Anchors
+from deco_ray.anchors import Anchors, stage
 from deco_ray.anchors.assignments import Assign, load_assignments, load_counts, write_assignments
 from deco_ray.anchors.figure import anchor_figure, project
 from deco_ray.anchors.matching import match_normals
 from deco_ray.anchors.pool import ANCHORS, NORMALS
-from deco_ray.anchors.stage import anchor_inputs, plan_pools
+from deco_ray.anchors.stage import anchor_inputs, plan_pools, write_pools
 from deco_ray.cohort.splits import new_split
 from deco_ray.config import AnchorSection
 from deco_ray.errors import CohortError, DecoError
@@ -150,6 +151,29 @@ def test_pools_are_planned_from_training_slides_and_normals_from_normal_ones(tin
     assert all(tiny_cohort.row(slide)["label"] == 0 for slide in plan[NORMALS])
     assert sum(plan[ANCHORS].values()) == 200
     assert sum(plan[NORMALS].values()) == 100
+
+
+def test_a_pool_that_is_not_whole_is_drawn_again(tiny_cohort, tmp_path, monkeypatch):
+    plan = plan_pools(tiny_cohort, training_split(tiny_cohort).ids("train"), AnchorSection(k=4, k_normal=2))
+    passes, flushed = [], []
+
+    def map_bags(cohort, slides, function, verify, label):
+        passes.append(label)
+        assert verify  # here the features of training slides enter the method
+        return ((slide, function(cohort.bag(slide))) for slide in slides)
+
+    monkeypatch.setattr(stage, "map_bags", map_bags)
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    path = write_pools(tiny_cohort, plan, 0, tmp_path)[ANCHORS]
+    assert len(flushed) == 2  # both, before they get their names
+    whole = path.read_bytes()
+    assert np.load(path).shape == (sum(plan[ANCHORS].values()), tiny_cohort.dim)
+    for damaged in (b"", whole[:40], whole[:-1], whole + b"0", whole.replace(b"<f4", b"<i4"), bytes(len(whole))):
+        path.write_bytes(damaged)
+        write_pools(tiny_cohort, plan, 0, tmp_path)
+        assert path.read_bytes() == whole
+    write_pools(tiny_cohort, plan, 0, tmp_path)
+    assert len(passes) == 7  # the last one was reused
 
 
 def test_a_training_split_without_normal_slides_is_refused_with_the_numbers(tiny_cohort):

@@ -85,6 +85,29 @@ def test_of_many_writers_one_wins_and_all_succeed(store):
     assert [path.name for path in (store.root / "model").iterdir()] == ["k"]
 
 
+def test_every_file_is_on_the_disk_before_the_artefact_has_its_name(store, monkeypatch):
+    flushed = set()
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.add(os.fstat(file).st_ino))
+    with store.writing("model", "k", {}) as folder:
+        (folder / "model.txt").write_text("weights")
+        (folder / "figures").mkdir()
+        (folder / "figures" / "a.png").write_bytes(b"picture")
+    files = [path for path in store.path("model", "k").rglob("*") if path.is_file()]
+    assert len(files) == 3
+    assert {path.stat().st_ino for path in files} <= flushed
+
+
+def test_an_error_does_not_count_when_another_process_has_made_the_artefact(store):
+    with pytest.raises(FileNotFoundError), store.unless_made("model", "k"):
+        raise FileNotFoundError("the work folder is gone")
+    with store.unless_made("model", "k"):
+        with store.writing("model", "k", {}):
+            pass
+        raise FileNotFoundError("the work folder is gone")
+    with pytest.raises(KeyboardInterrupt), store.unless_made("model", "k"):
+        raise KeyboardInterrupt
+
+
 def test_a_finished_artefact_is_not_replaced(store):
     write(store, text="first")
     write(store, text="second")

@@ -104,5 +104,24 @@ def test_lesions_of_a_synthetic_cohort(tiny_cohort, tmp_path, monkeypatch):
     assert instances["s1_000"][4] == 2
     assert not instances["s2_000"].any()
     np.savez(tmp_path / "short.npz", s1_000=np.zeros(3, int))
+    np.savez(tmp_path / "number.npz", s1_000=np.int64(1))
+    with pytest.raises(CohortError, match="slide s1_000 has 1 entries"):
+        load_instances(tiny_cohort, tmp_path / "number.npz")
     with pytest.raises(CohortError, match="slide s1_000 has 3 entries"):
         load_instances(tiny_cohort, tmp_path / "short.npz")
+
+
+def test_a_file_that_is_no_npz_of_classes_is_named(tiny_cohort, tmp_path):
+    np.savez(tmp_path / "whole.npz", s1_000=np.zeros(300, int))
+    whole = (tmp_path / "whole.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "flipped.npz").write_bytes(whole.replace(bytes(64), bytes(63) + b"x", 1))
+    (tmp_path / "empty.npz").touch()
+    (tmp_path / "text.npz").write_text("slide,class")
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    np.savez(tmp_path / "words.npz", s1_000=np.array(["tumour"]))
+    np.savez(tmp_path / "objects.npz", s1_000=np.array([None]))
+    names = "cut.npz flipped.npz empty.npz text.npz array.npy words.npz objects.npz absent.npz"
+    for name in names.split():
+        with pytest.raises(CohortError, match=rf"cannot read .*{name}.* as numpy\.savez writes it"):
+            load_instances(tiny_cohort, tmp_path / name)

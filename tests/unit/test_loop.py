@@ -1,5 +1,6 @@
 """The loop on a tiny cohort, without Ray: judge and final model, resuming, ties, phases."""
 
+import io
 from dataclasses import replace
 from itertools import pairwise
 
@@ -133,11 +134,26 @@ def test_a_killed_run_resumes_to_the_same_bits(kind, stop_after, slides, source,
     assert (calm.resumes, resumed.resumes) == (0, 1)
 
 
-def test_a_broken_checkpoint_is_moved_aside(slides, source, tmp_path, caplog):
+def one_bit_off(data: bytes) -> bytes:
+    weights = max(torch.load(io.BytesIO(data), weights_only=True)["model"].values(), key=torch.Tensor.numel)
+    at = data.index(weights.numpy().tobytes())
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def without_its_model(data: bytes) -> bytes:
+    content = torch.load(io.BytesIO(data), weights_only=True)
+    del content["model"]
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], one_bit_off, without_its_model])
+def test_a_broken_checkpoint_is_moved_aside(slides, source, tmp_path, caplog, damage):
     spec = make_spec()
     calm = run(spec, slides, source, work=tmp_path)
     path = tmp_path / CHECKPOINT
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    path.write_bytes(damage(path.read_bytes()))
     again = run(spec, slides, source, work=tmp_path)
     assert_same(calm.state, again.state)
     assert "starts again" in caplog.text

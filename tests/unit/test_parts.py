@@ -58,6 +58,17 @@ def test_a_finished_part_is_taken_up_and_a_changed_one_written_again(tmp_path):
     assert plan.key != key
 
 
+@pytest.mark.parametrize("damage", ["", "{", "[]"])
+def test_a_part_with_a_damaged_record_is_written_again(tmp_path, damage):
+    plan = PartPlan("npy", folder(tmp_path / "in"), Shape(4, "float32"))
+    outcomes = write_part(plan, tmp_path)
+    record = tmp_path / f"{plan.key}.json"
+    whole = record.read_text()
+    record.write_text(damage)
+    assert write_part(plan, tmp_path) == outcomes
+    assert record.read_text() == whole
+
+
 def test_two_writes_give_the_same_bytes(tmp_path):
     plan = PartPlan("npy", folder(tmp_path / "in"), Shape(4, "float32"))
     data = []

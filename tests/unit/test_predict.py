@@ -205,8 +205,11 @@ def test_tables_and_rejected_slides_are_written(tmp_path):
         read = pd.read_csv(out) if out.suffix == ".csv" else pd.read_parquet(out)
         pd.testing.assert_frame_equal(read, frame, check_dtype=False)
         assert pd.read_csv(rejected_path(out)).to_numpy().tolist() == [["bad", "slide bad: empty"]]
+        before = {path: path.read_bytes() for path in out.parent.iterdir()}
         check_output(out)
-        assert not rejected_path(out).exists()  # of an earlier attempt: it would mislead
+        assert {path: path.read_bytes() for path in out.parent.iterdir()} == before  # the work may yet fail
+        write_predictions(out, frame, {})
+        assert not rejected_path(out).exists()  # of the predictions replaced: it would mislead
     with pytest.raises(DecoError, match="is a folder"):
         check_output((tmp_path / "f.csv").mkdir() or tmp_path / "f.csv")
 

@@ -1,12 +1,16 @@
 """The stage graph: merging, what is missing, what may start next. No Ray, no training."""
 
+import json
+
 import pandas as pd
 import pytest
 
 from deco_ray.artefacts import ArtefactStore
+from deco_ray.cohort import Cohort
 from deco_ray.config import Config, with_settings
 from deco_ray.experiments import schedule
 from deco_ray.experiments.search import METRIC, SearchFile, conclude, cut_short
+from deco_ray.experiments.site import folder_name, note_changed_cohort
 from deco_ray.experiments.stages import Progress, StageGraph
 
 
@@ -163,3 +167,25 @@ def test_what_a_search_found_is_written_without_credentials(tmp_path):
     assert "hunter2" not in text
     assert "s3://***@bucket/cohort" in text
     assert "Credentials were left out" in text
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]"])
+def test_a_damaged_note_of_the_cohort_is_as_none(tiny_cohort, tmp_path, damage):
+    (tmp_path / "cohort.json").write_text(damage)
+    assert note_changed_cohort(tmp_path, tiny_cohort) == []
+    assert json.loads((tmp_path / "cohort.json").read_text())["checksum"] == tiny_cohort.checksum
+    (tmp_path / "cohort.json").write_text('{"checksum": "another"}')
+    assert "changed since results were last written" in note_changed_cohort(tmp_path, tiny_cohort)[0]
+
+
+def test_the_note_of_the_cohort_keeps_credentials_out(tiny_cohort, tmp_path):
+    far = Cohort("s3://AKIA:hunter2@bucket/tiny?region=eu", tiny_cohort.meta, tiny_cohort.slides)
+    assert note_changed_cohort(tmp_path, far) == []
+    assert json.loads((tmp_path / "cohort.json").read_text())["uri"] == "s3://bucket/tiny"
+
+
+def test_long_cohort_names_become_short_folder_names_that_differ():
+    names = [folder_name("x" * 5000 + end) for end in "ab"]
+    assert len(set(names)) == 2
+    assert all(len(name) == 100 for name in names)
+    assert folder_name("y" * 100) == "y" * 100

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+from fabricated_run import write_run_artefact
 from sklearn.metrics import f1_score
 
 from deco_ray.errors import DecoError
+from deco_ray.experiments.methods import Run
+from deco_ray.experiments.outcome import histories, read_predictions, results_frame
 from deco_ray.keys import generator
 from deco_ray.results.bootstrap import Predictions, draw_weights, paired_bootstrap, paired_randomisation, scores
 from deco_ray.results.metrics import evaluate
@@ -147,6 +151,20 @@ def test_predictions_are_read_in_one_order_and_checked(tmp_path):
         Predictions.read({0: tmp_path / "0", 1: tmp_path / "1"})
     with pytest.raises(DecoError, match="'val'"):
         Predictions.read({0: tmp_path / "0"}, split="val")
+
+
+def test_a_damaged_file_of_a_run_names_itself_and_the_folder_to_remove(tmp_path):
+    folder = write_run_artefact(tmp_path / "run")
+    sites = {"": SimpleNamespace(store=SimpleNamespace(path=lambda kind, digest: folder))}
+    runs = [Run("abmil", "", 0, "digest")]
+    readers = {"predictions.parquet": read_predictions, "history.parquet": histories, "metrics.json": results_frame}
+    for name, read in readers.items():
+        read(runs, sites)
+        whole = (folder / name).read_bytes()
+        for damaged in (b"", whole[: len(whole) // 2]):
+            (folder / name).write_bytes(damaged)
+            with pytest.raises(DecoError, match=f"{name} is damaged: .*; remove {folder} and run the same command"):
+                read(runs, sites)
 
 
 def test_a_class_that_loses_is_named_and_a_class_that_gains_is_not():

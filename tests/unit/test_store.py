@@ -17,7 +17,7 @@ from conftest import write_tiny_cohort
 
 from deco_ray.cohort import Cohort
 from deco_ray.cohort.pages import Part, is_plain, plain_values
-from deco_ray.cohort.schema import CohortMeta
+from deco_ray.cohort.schema import SLIDES, CohortMeta
 from deco_ray.cohort.store import locate, shown
 from deco_ray.cohort.writer import CohortWriter, SlideFeatures
 from deco_ray.errors import CohortError
@@ -179,6 +179,71 @@ def test_slide_ids_of_a_received_cohort_are_checked_as_at_ingest(tmp_path, ids, 
     pq.write_table(table, tmp_path / "c" / "slides.parquet")
     with pytest.raises(CohortError, match=f"cannot read .*slides.parquet: {message}"):
         Cohort.open(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("label", 2, "slide s1 cannot have the label 2"),
+        ("label", -2, "slide s1 cannot have the label -2"),
+        ("label", None, "slide s1 cannot have the label"),
+        ("part", None, "slide s1 cannot have the part"),
+        ("row_group", -1, "slide s1 cannot have the row_group -1"),
+        ("n_patches", 0, "slide s1 cannot have the n_patches 0"),
+    ],
+)
+def test_impossible_slides_are_refused_when_the_cohort_is_opened(tmp_path, column, value, message):
+    write(tmp_path / "c")
+    change_slides(tmp_path / "c", **{column: {1: value}})
+    with pytest.raises(CohortError, match=message):
+        Cohort.open(tmp_path / "c")
+
+
+def change_slides(folder, **columns):
+    """Write other values into slides.parquet: {column: {row: value}}."""
+    path = folder / "slides.parquet"
+    rows = pq.read_table(path).to_pylist()
+    for name, values in columns.items():
+        for row, value in values.items():
+            rows[row][name] = value
+    pq.write_table(pa.Table.from_pylist(rows, schema=SLIDES), path)
+
+
+def test_what_is_changed_by_hand_is_another_cohort(tmp_path):
+    """Else results of the old labels would be taken for those of the new ones."""
+    before = write(tmp_path / "c")[0].checksum
+    meta = json.loads((tmp_path / "c" / "cohort.json").read_text())
+    assert meta["checksum"] == before
+    (tmp_path / "c" / "cohort.json").write_text(json.dumps({**meta, "normal_class": 1}))
+    other_normal = Cohort.open(tmp_path / "c").checksum
+    change_slides(tmp_path / "c", label={1: 0})
+    assert len({before, other_normal, Cohort.open(tmp_path / "c").checksum}) == 3
+
+
+def test_features_that_are_not_those_of_the_ingest_are_noticed(tmp_path):
+    cohort, _ = write(tmp_path / "c", sizes=(5, 5, 700))
+    for slide in ("s0", "s1", "s2"):
+        assert torch.equal(cohort.bag(slide, verify=True).features, cohort.bag(slide).features)
+    change_slides(tmp_path / "c", row_group={0: 1, 1: 0})  # of equal size
+    with pytest.raises(CohortError, match=r"slide s0: .*row group 1, does not hold what was ingested"):
+        Cohort.open(tmp_path / "c").bag("s0", verify=True)
+    change_slides(tmp_path / "c", row_group={0: 0, 1: 1}, n_patches={0: 3})
+    with pytest.raises(CohortError, match=r"slide s0: .*does not hold what was ingested"):
+        Cohort.open(tmp_path / "c").bag("s0")  # noticed without a checksum
+    part = tmp_path / "c" / "patches" / "part-00000.parquet"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1  # a bit of a feature of s2
+    part.write_bytes(data)
+    with pytest.raises(CohortError, match=r"slide s2: .*the cohort is damaged, ingest it again"):
+        Cohort.open(tmp_path / "c").bag("s2", verify=True)
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16"])
+def test_the_checksum_is_of_the_features_as_stored(tmp_path, stored):
+    meta = CohortMeta(name="t", classes=("a",), dim=4, dtype=stored)
+    with CohortWriter(tmp_path / "c", meta) as writer:
+        writer.add(SlideFeatures("s", "c", 0, generator(0, "stored").normal(size=(6, 4))))  # float64
+    Cohort.open(tmp_path / "c").bag("s", verify=True)
 
 
 def test_a_part_without_the_columns_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Synthetic cohorts: the paper's counts, features that behave like an encoder's, known lesions, stable bytes."""
 
 import hashlib
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ from scipy.ndimage import label as connected_regions
 from deco_ray.cohort import Cohort, synthesize
 from deco_ray.cohort.presets import PRESETS
 from deco_ray.cohort.schema import CohortMeta
-from deco_ray.cohort.splits import load_split, make_split, realised_ratio
+from deco_ray.cohort.splits import load_split, make_split, realised_ratio, save_split
 from deco_ray.cohort.synthetic import DIM, Palette, lesion_map, make_slide, scaled_counts, tissue_region
 from deco_ray.errors import CohortError
 from deco_ray.keys import generator
@@ -173,3 +174,13 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         synthesize(tmp_path / "x", "panda_lt", 0.001)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_slower_of_two_first_runs_opens_the_other_ones_cohort(tmp_path, monkeypatch):
+    def overtaken(cohort, split):
+        save_split(cohort, split)
+        shutil.copytree(cohort.uri, tmp_path / "x")
+
+    monkeypatch.setattr("deco_ray.cohort.synthetic.save_split", overtaken)
+    assert synthesize(tmp_path / "x", "panda_lt", 0.001).uri == str(tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

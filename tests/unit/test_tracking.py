@@ -8,7 +8,9 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -17,15 +19,20 @@ import torch
 from fabricated_run import CLASSES, write_run_artefact
 
 import deco_ray
-from deco_ray.config import TrackingSection
+from deco_ray.artefacts import ArtefactStore
+from deco_ray.config import ModelSection, TrackingSection, TrainingSection
 from deco_ray.errors import ConfigError, DecoError
+from deco_ray.experiments.recorder import Recorder
+from deco_ray.experiments.stages import StageGraph, TrainStage
 from deco_ray.models import create_model, model_names
 from deco_ray.results import tracking
 from deco_ray.results.mlflow_model import ServedModel, save
 from deco_ray.results.tracking import Tracker, create_database, git_commit
 from deco_ray.results.tracking_artefact import named_metrics
 from deco_ray.results.tracking_lookup import look_up, look_up_sqlite
+from deco_ray.results.tracking_run import RunHandle
 from deco_ray.results.ui import server_command
+from deco_ray.training.spec import RunSpec
 
 
 @pytest.fixture(scope="session")
@@ -124,6 +131,24 @@ def test_a_resumed_curve_goes_on_and_never_doubles(open_tracker):
     assert curve(resumed, child.run_id, "auc") == []
 
 
+def test_two_drivers_that_resume_a_run_at_once_log_each_point_once(open_tracker):
+    rows = [{"epoch": epoch, "loss": 1 / (1 + epoch)} for epoch in range(8)]
+
+    def driver():
+        tracker = open_tracker()
+        return tracker.child(tracker.parent("p", "pipeline", "d0"), "judge", "d1")
+
+    driver().log_epochs(rows[:1])
+    drivers = [driver(), driver()]
+    with ThreadPoolExecutor(2) as both:
+        for row in rows:
+            list(both.map(RunHandle.log_epochs, drivers, [[row], [row]]))
+        list(both.map(RunHandle.log_metrics, drivers, [{"test": {"acc": 0.5}}] * 2))
+    tracker, run_id = drivers[0].tracker, drivers[0].run_id
+    assert curve(tracker, run_id, "loss") == list(range(8))
+    assert len(tracker.call(lambda client: client.get_metric_history(run_id, "test/acc"))) == 1
+
+
 def test_epochs_lost_with_a_killed_driver_are_made_up_for(open_tracker):
     """Live reports after a gap are held back: written, they would keep the missing epochs out for good."""
     rows = [{"epoch": epoch, "loss": 1.0} for epoch in range(5)]
@@ -159,6 +184,29 @@ def test_a_damaged_artefact_is_named_and_skipped(open_tracker, tmp_path, caplog)
     assert not child.complete
     assert not tracker.off
     assert "final s0 is not logged" in caplog.text
+
+
+def test_only_what_was_logged_counts_as_complete(open_tracker, tmp_path):
+    store = ArtefactStore(tmp_path)
+    spec = RunSpec(kind="plain", cohort="c", split="s", seed=0, model=ModelSection(), training=TrainingSection())
+    graph = StageGraph()
+    graph.add([TrainStage("d1", "final s0", spec)])
+    folder = write_run_artefact(store.path("model", "d1"))
+    whole = (folder / "metrics.json").read_text()
+
+    def command() -> tuple[str, bool]:
+        tracker = open_tracker()
+        parent = tracker.parent("p", "pipeline", "d0")
+        recorder = Recorder(tracker, parent, {"s": SimpleNamespace(store=store)})
+        recorder.catch_up(graph, {})
+        recorder.close()
+        run = tracker.call(lambda client: client.get_run(parent.children["d1"].run_id))
+        return run.info.status, "deco.logged" in run.data.tags
+
+    (folder / "metrics.json").write_text(whole[:9])
+    assert command() == ("FAILED", False)
+    (folder / "metrics.json").write_text(whole)
+    assert command() == ("FINISHED", True)
 
 
 class TablesMadeBy:
