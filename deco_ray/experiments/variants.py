@@ -51,6 +51,8 @@ class VariantFile(Section):
         names = [variant.name for variant in self.expanded()]
         if len(set(names)) != len(names):
             raise ValueError(f"two variants have one name: {', '.join(names)}")
+        if self.reference is not None and self.reference not in names:
+            raise ValueError(f"reference {self.reference!r} is not a variant: {', '.join(names)}")
         return self
 
     def expanded(self) -> list[Variant]:
@@ -70,8 +72,6 @@ class VariantFile(Section):
         """What the others are compared with: named, else DeCo, else the last (the full method of a ladder)."""
         names = [variant.name for variant in self.expanded()]
         if self.reference is not None:
-            if self.reference not in names:
-                raise ConfigError(f"reference {self.reference!r} is not a variant: {', '.join(names)}")
             return self.reference
         return DECO if DECO in names else names[-1]
 

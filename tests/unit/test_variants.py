@@ -57,6 +57,13 @@ def test_a_bad_value_names_its_variant():
         members(file, Config())
 
 
+def test_a_reference_that_is_no_variant_is_told_before_anything_runs(tmp_path):
+    path = tmp_path / "methods.yaml"
+    path.write_text("kind: comparison\ntitle: t\nmethods: [abmil, deco]\nreference: dsmil\n")
+    with pytest.raises(ConfigError, match="reference 'dsmil' is not a variant: abmil, deco"):
+        load_variants(path)
+
+
 def test_nothing_to_vary_is_an_error(tmp_path):
     path = tmp_path / "empty.yaml"
     path.write_text("kind: sweep\ntitle: nothing\n")
