@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -79,8 +80,15 @@ def ray_cluster():
     start_ray(num_cpus=2, object_store_memory=400 * 2**20, include_dashboard=False)
     started = set(psutil.Process().children(recursive=True)) - before
     yield ray
+    gc.collect()  # no fixture holds features any more
+    eventually(lambda: shared_bytes(ray) < 2**20, "features in shared memory")
     ray.shutdown()
     eventually(lambda: not [process for process in started if lives(process)], "processes of Ray")
+
+
+def shared_bytes(ray) -> float:
+    name = "object_store_memory"
+    return ray.cluster_resources()[name] - ray.available_resources().get(name, 0)
 
 
 def lives(process: psutil.Process) -> bool:
