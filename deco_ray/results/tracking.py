@@ -8,6 +8,8 @@ and the next run of the same command logs what is missing.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import getpass
 import json
@@ -19,7 +21,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +80,8 @@ class Tracker:
         tags: Mapping[str, Any] | None = None,
     ) -> RunHandle:
         """The run of one pipeline, sweep, comparison or plan: found by kind and digest, or new."""
-        found = self._look_up(kind, digest)
-        handle = self._handle(found, name, digest, {KIND: kind}, params, tags)
+        with self.alone():
+            handle = self._handle(self._look_up(kind, digest), name, digest, {KIND: kind}, params, tags)
         if self.section.system_metrics:
             handle.watch_system(self.uri)
         return handle
@@ -96,10 +98,23 @@ class Tracker:
         found = parent.children.get(digest)
         if isinstance(found, RunHandle):  # of this command, with all it knows
             return found
-        handle = self._handle(found, name, digest, {KIND: "run", PARENT: parent.run_id or ""}, params, tags)
+        with self.alone():
+            if found is None and self.database is not None:  # another driver of the same command may have made it
+                now = self._look_up(parent.tags.get(KIND, ""), parent.digest)
+                found = now.children.get(digest) if now else None
+            handle = self._handle(found, name, digest, {KIND: "run", PARENT: parent.run_id or ""}, params, tags)
         if handle.run_id:
             parent.children[digest] = handle
         return handle
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """One driver at a time looks what a SQLite store has and adds what is missing; a server is not locked."""
+        if self.off or self.database is None:
+            yield
+        else:
+            with locked(self.database.with_name(f".{self.database.name}.lock")):
+                yield
 
     def call(self, action: Callable[[Any], Any]) -> Any:
         """Run an action on the client; the first failure of any kind ends tracking for this command, not training."""
@@ -206,6 +221,15 @@ class Tracker:
                 f"experiment {self.experiment!r} was deleted; restore it in MLflow or set tracking.experiment"
             )
         return experiment.experiment_id
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; where nothing can be locked, everyone."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            fcntl.flock(stack.enter_context(open(path, "a")), fcntl.LOCK_EX)
+        yield
 
 
 def tracking_uri(uri: str | None, storage: Path) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
 import logging
 import math
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,11 +207,9 @@ class RunHandle:
         """Like `write`, alone and knowing what MLflow has by now: another driver may have resumed the same run."""
 
         def run(client: Any) -> None:
-            database = self.tracker.database
-            if database is None:  # a server is not asked at every epoch
-                return action(client)
-            with locked(database.with_name(f".{database.name}.lock")):
-                self._metrics = known_metrics_sqlite(database, str(self.run_id))
+            with self.tracker.alone():
+                if self.tracker.database is not None:  # a server is not asked at every epoch
+                    self._metrics = known_metrics_sqlite(self.tracker.database, str(self.run_id))
                 action(client)
 
         self.write(run)
@@ -242,15 +238,6 @@ class RunHandle:
             action(client)
 
         self.tracker.call(run)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time; where the file system has no locks, everyone."""
-    with open(path, "a") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def flatten(tree: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:

@@ -131,6 +131,18 @@ def test_a_resumed_curve_goes_on_and_never_doubles(open_tracker):
     assert curve(resumed, child.run_id, "auc") == []
 
 
+def test_two_drivers_that_start_at_once_share_their_runs(open_tracker):
+    def driver(_):
+        tracker = open_tracker()
+        parent = tracker.parent("p", "pipeline", "d0", {"k": 1})
+        return parent.run_id, [tracker.child(parent, f"s{seed}", f"c{seed}").run_id for seed in range(3)]
+
+    with ThreadPoolExecutor(2) as both:
+        first, second = both.map(driver, range(2))
+    assert first == second
+    assert len(runs_of(open_tracker())) == 4
+
+
 def test_two_drivers_that_resume_a_run_at_once_log_each_point_once(open_tracker):
     rows = [{"epoch": epoch, "loss": 1 / (1 + epoch)} for epoch in range(8)]
 
