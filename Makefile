@@ -24,9 +24,9 @@ $(DONE): pyproject.toml constraints.txt
 demo: setup
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deco-ray demo
 
-# Two files at a time: tests of clusters mostly wait for processes to start.
+# Three files at a time on two cores: tests of clusters wait for processes to start and to end.
 test: setup browser
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Pages are tested in a real browser; a machine without one, and without a way to get one, skips those tests.
 browser:

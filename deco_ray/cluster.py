@@ -10,7 +10,7 @@ import ray
 
 from deco_ray.errors import DecoError
 
-STARTS = 2  # Ray gives a node's agent 15 s, which cannot be set and which a busy machine exceeds now and then
+STARTS = 3  # Ray gives a node's agent 15 s, which cannot be set and which a busy machine exceeds now and then
 
 
 def start_ray(**local: Any) -> None:

@@ -253,14 +253,12 @@ def test_an_error_of_a_groups_worker_is_raised_as_it_was_and_tried_once(tiny_coh
     assert not store.exists("model", spec.digest)
 
 
-def test_a_group_that_keeps_dying_is_given_up(tiny_cohort, split, store, shared):
-    def die(count):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    spec, once = make_spec(tiny_cohort, split, workers=2), ResourceSection(max_failures=0)
-    handle = WatchedFeatures(shared, store.root / "notes", die)
-    with pytest.raises(StageError, match="all 1 starts of the run's workers ended with a death"):
-        run_training(spec, tiny_cohort, split, store, once, handle)
+def test_a_group_that_keeps_dying_is_given_up(tiny_cohort, split, store, shared, monkeypatch):
+    starts = []
+    monkeypatch.setattr("deco_ray.training.runner.group_ends", lambda job, report: starts.append(job))  # never true
+    with pytest.raises(StageError, match="all 4 starts of the run's workers ended with a death"):
+        run_training(make_spec(tiny_cohort, split, workers=2), tiny_cohort, split, store, RESOURCES, shared)
+    assert len(starts) == RESOURCES.max_failures + 1
 
 
 def test_a_spec_of_other_data_is_refused(tiny_cohort, split, store, shared):
