@@ -24,9 +24,9 @@ $(DONE): pyproject.toml constraints.txt
 demo: setup
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deco-ray demo
 
-# Three files at a time on two cores: tests of clusters wait for processes to start and to end.
+# Two files at a time: a third gains nothing on two cores, nearly all of the time is Python importing in Ray's processes.
 test: setup browser
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Pages are tested in a real browser; a machine without one, and without a way to get one, skips those tests.
 browser:

@@ -7,6 +7,7 @@ import os
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices: a second thread only waits, and workers inherit it
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that nobody asks for: one in five
 os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 

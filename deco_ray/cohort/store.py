@@ -53,10 +53,11 @@ class Cohort:
             table.validate(full=True)  # ids that are no text would only be noticed where somebody uses them
             slides = table.to_pandas(ignore_metadata=True)
             check_slides(slides, meta)
+            # of what is there now: a label or a normal class changed by hand makes another cohort
+            meta = meta.model_copy(update={"checksum": cohort_checksum(meta, slides)})
         except (OSError, ValueError, LookupError, TypeError, pa.ArrowException, CohortError) as error:
             raise CohortError(f"cannot read {shown(uri)}/slides.parquet: {error}; ingest the cohort again") from error
-        # of what is there now: a label or a normal class changed by hand makes another cohort
-        return cls(str(uri), meta.model_copy(update={"checksum": cohort_checksum(meta, slides)}), slides)
+        return cls(str(uri), meta, slides)
 
     @property
     def name(self) -> str:

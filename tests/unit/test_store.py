@@ -199,6 +199,17 @@ def test_impossible_slides_are_refused_when_the_cohort_is_opened(tmp_path, colum
         Cohort.open(tmp_path / "c")
 
 
+@pytest.mark.parametrize("column", ["case_id", "checksum", "label"])
+def test_slides_of_another_type_are_refused(tmp_path, column):
+    write(tmp_path / "c")
+    path = tmp_path / "c" / "slides.parquet"
+    table = pq.read_table(path)
+    index = table.schema.get_field_index(column)
+    pq.write_table(table.set_column(index, column, pa.array([b"\xff"] * len(table), pa.binary())), path)
+    with pytest.raises(CohortError, match=r"cannot read .*slides.parquet.*ingest the cohort again"):
+        Cohort.open(tmp_path / "c")
+
+
 def change_slides(folder, **columns):
     """Write other values into slides.parquet: {column: {row: value}}."""
     path = folder / "slides.parquet"
