@@ -24,7 +24,7 @@ $(DONE): pyproject.toml constraints.txt
 demo: setup
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deco-ray demo
 
-# Two files at a time: a third gains nothing on two cores, nearly all of the time is Python importing in Ray's processes.
+# Two files at a time: a third gains nothing on two cores, which are busy with what the processes of Ray import.
 test: setup browser
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
