@@ -6,6 +6,7 @@ read where they are used and never shuffled themselves.
 
 from __future__ import annotations
 
+import collections
 import logging
 import pickle
 import uuid
@@ -27,6 +28,7 @@ from deco_ray.progress import bar
 BLOCK_BYTES = 64 * 2**20  # of features behind one task: a few large slides, or many small ones
 ERROR = "the block's error"  # the one column of what a failed task returns
 NUMBER = "the block's number"
+STOPPED = "stopped"  # the mark of a caller that wants no more, and what the tasks after it return
 ATTEMPTS = 4  # a lost process or node costs one
 LEAST_BLOCKS = 8  # so that a small cohort still keeps a few workers busy
 
@@ -98,7 +100,8 @@ def run_blocks(
     """`work` of every table as one Ray Data task each; results in order.
 
     A table has a column slide_id, so that a task which keeps killing its process can be told by its slides. With a
-    `concurrency` the tasks run only so far ahead of the caller; without it results should be small.
+    `concurrency` the tasks run only so far ahead of the caller; without it results should be small. A caller that
+    stops early waits for the tasks under way.
     """
     given = [table.append_column(NUMBER, pa.array([number] * len(table))) for number, table in enumerate(tables)]
     if not given:
@@ -117,6 +120,8 @@ def run_blocks(
 
     def guarded(batch: pa.Table) -> pa.Table:
         try:
+            if internal_kv._internal_kv_exists(f"{run}{STOPPED}"):
+                return pa.table({STOPPED: [True]})
             count_attempt(f"{run}{batch[NUMBER][0].as_py()}", batch["slide_id"].to_pylist())
             return work(batch.drop_columns([NUMBER]))
         except Exception as error:  # Ray Data would try a failed task again without end
@@ -129,14 +134,18 @@ def run_blocks(
         num_cpus=num_cpus,
         compute=None if size is None else ray.data.TaskPoolStrategy(size=size),
     )
-    tables = results.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=1)
+    done = iter(results.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=1))
     try:
-        for table in cast(Iterator[pa.Table], tables):
+        for table in cast(Iterator[pa.Table], done):
             if ERROR in table.column_names:
                 raise pickle.loads(table[ERROR][0].as_py())
             yield table
     finally:
-        if ray.is_initialized():  # else its memory went with it
+        if ray.is_initialized():  # else all of this went with it
+            # what is under way ends by itself, the rest at once: Ray Data would cancel both, and Ray 2.60 aborts the
+            # whole process when a task ends just as it is cancelled
+            internal_kv._internal_kv_put(f"{run}{STOPPED}", "")
+            collections.deque(done, maxlen=0)
             internal_kv._internal_kv_del(run, del_by_prefix=True)
 
 

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -100,6 +101,46 @@ def test_errors_arrive_as_what_they_were_and_name_the_slide(ray_cluster, tiny_co
     with pytest.raises(ZeroDivisionError) as crashed:
         list(map_bags(tiny_cohort, ids[:2], bug))
     assert f"in slide {ids[0]}" in crashed.value.__notes__[0]
+
+
+def test_who_stops_early_waits_for_what_is_under_way_and_cancels_nothing(
+    ray_cluster, tiny_cohort, tmp_path, monkeypatch
+):
+    """Ray aborts the whole process when a task ends just as it is cancelled."""
+    ids = list(tiny_cohort.slides["slide_id"])
+    groups = list(blocks(tiny_cohort, ids))
+    free = groups[0] + groups[1]  # the reader fetches one ahead
+
+    def until_stopped(bag: Bag) -> dict[str, np.ndarray]:
+        (tmp_path / bag.slide_id).touch()
+        while bag.slide_id not in free and not (tmp_path / "stopped").exists():
+            time.sleep(0.01)
+        (tmp_path / f"{bag.slide_id} ended").touch()
+        return {}
+
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(0.01):
+            if any(key.endswith(stream.STOPPED.encode()) for key in internal_kv._internal_kv_list("deco_ray/")):
+                (tmp_path / "stopped").touch()
+
+    cancel, cancelled = ray_cluster.cancel, []
+    monkeypatch.setattr(ray_cluster, "cancel", lambda *task, **how: cancelled.append(task) or cancel(*task, **how))
+    teller = threading.Thread(target=tell)
+    teller.start()
+    try:
+        stopped = map_bags(tiny_cohort, ids, until_stopped)
+        assert next(stopped)[0] == ids[0]
+        stopped.close()
+    finally:
+        over.set()
+        teller.join()
+    assert not cancelled
+    begun = [slide for slide in ids if (tmp_path / slide).exists()]
+    assert all((tmp_path / f"{slide} ended").exists() for slide in begun)
+    assert len([block for block in groups if block[0] in begun]) <= 4 < len(groups)  # two done, one on each CPU
+    assert internal_kv._internal_kv_list("deco_ray/") == []
 
 
 def test_a_killed_process_is_tried_again_but_not_for_ever(ray_cluster, tiny_cohort, tmp_path):
