@@ -7,6 +7,7 @@ read where they are used and never shuffled themselves.
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import pickle
 import uuid
@@ -30,6 +31,7 @@ ERROR = "the block's error"  # the one column of what a failed task returns
 NUMBER = "the block's number"
 STOPPED = "stopped"  # the mark of a caller that wants no more, and what the tasks after it return
 ATTEMPTS = 4  # a lost process or node costs one
+WINDOW = 1024  # blocks in one execution: after an error each of those left still costs Ray Data 10 ms
 LEAST_BLOCKS = 8  # so that a small cohort still keeps a few workers busy
 
 
@@ -103,9 +105,15 @@ def run_blocks(
     `concurrency` the tasks run only so far ahead of the caller; without it results should be small. A caller that
     stops early waits for the tasks under way.
     """
+    left = iter(tables)
+    while window := list(itertools.islice(left, WINDOW)):
+        yield from _run_window(window, work, num_cpus, concurrency)
+
+
+def _run_window(
+    tables: list[pa.Table], work: Callable[[pa.Table], pa.Table], num_cpus: float, concurrency: int | None
+) -> Iterator[pa.Table]:
     given = [table.append_column(NUMBER, pa.array([number] * len(table))) for number, table in enumerate(tables)]
-    if not given:
-        return
     _start_ray()
     run = f"deco_ray/{uuid.uuid4().hex}/"
     # from_arrow would look at its tables in a task that asks for a CPU, and wait for ever where all are taken

@@ -69,6 +69,13 @@ def test_functions_run_beside_the_read(ray_cluster, tiny_cohort):
         assert arrays["patches"] == len(tiny_cohort.bag(slide).features)
 
 
+def test_a_pass_over_many_blocks_runs_in_windows(ray_cluster, tiny_cohort, monkeypatch):
+    monkeypatch.setattr(stream, "WINDOW", 3)
+    ids = list(tiny_cohort.slides["slide_id"])
+    assert len(list(blocks(tiny_cohort, ids))) > 6
+    assert [bag.slide_id for bag in stream_bags(tiny_cohort, ids)] == ids
+
+
 def test_blocks_depend_on_the_data_only(tiny_cohort, monkeypatch):
     ids = list(tiny_cohort.slides["slide_id"])
     found = list(blocks(tiny_cohort, ids))
