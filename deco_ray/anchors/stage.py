@@ -7,7 +7,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,8 @@ def _make(
         anchors.save(folder)
         write_atomically(folder / "convergence.json", json.dumps(convergence(fits), indent=1))
         pool_table(cohort, plan).to_parquet(folder / "pool.parquet", index=False)
-        write_assignments(folder, anchors.k, assign_slides(cohort, train, anchors))
+        with contextlib.closing(assign_slides(cohort, train, anchors)) as assigned:
+            write_assignments(folder, anchors.k, assigned)
 
 
 def plan_pools(cohort: Cohort, train: Sequence[str], section: AnchorSection) -> Plan:
@@ -125,7 +126,7 @@ def write_pools(cohort: Cohort, plan: Plan, seed: int, work: Path) -> dict[str, 
             for pool, file in files.items():
                 file.write(pool_header(shapes[pool]))
             drawing = map_bags(cohort, list(plan[ANCHORS]), Draw(seed, plan), verify=True, label="anchors: pool")
-            for _, drawn in drawing:
+            for _, drawn in stack.enter_context(contextlib.closing(drawing)):
                 for pool, rows in drawn.items():
                     files[pool].write(np.ascontiguousarray(rows, "<f4").data)
             for file in files.values():
@@ -157,7 +158,9 @@ def is_pool(path: Path, shape: tuple[int, int]) -> bool:
         return False
 
 
-def assign_slides(cohort: Cohort, slide_ids: Sequence[str], anchors: Anchors) -> Iterator[tuple[str, int, np.ndarray]]:
+def assign_slides(
+    cohort: Cohort, slide_ids: Sequence[str], anchors: Anchors
+) -> Generator[tuple[str, int, np.ndarray], None, None]:
     """(slide_id, label, anchor of each patch) in the given order, computed by Ray Data beside the read."""
     label_of = dict(zip(cohort.slides["slide_id"], cohort.slides["label"]))
     for slide, arrays in map_bags(cohort, slide_ids, Assign(anchors), label="anchors: assign"):

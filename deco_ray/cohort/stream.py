@@ -11,7 +11,7 @@ import itertools
 import logging
 import pickle
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import cast
 
 import pyarrow as pa
@@ -44,11 +44,12 @@ def map_bags(
     concurrency: int | None = None,
     verify: bool = False,
     label: str = "",
-) -> Iterator[tuple[str, Arrays]]:
+) -> Generator[tuple[str, Arrays], None, None]:
     """`function` of every bag, computed in Ray Data tasks beside the read; yields in the order of `slide_ids`.
 
     An error in the function or the read is raised here as it was there, naming the slide; none is tried again,
-    because the same bag would fail the same way.
+    because the same bag would fail the same way. Who may stop early closes it (contextlib.closing): left to the
+    garbage collector, which runs in any thread, it would be ended by the thread of Ray Data that it waits for.
     """
     shared = ray_put((cohort, function))
 
@@ -140,7 +141,7 @@ def _run_window(
         batch_format="pyarrow",
         batch_size=None,
         num_cpus=num_cpus,
-        compute=None if size is None else ray.data.TaskPoolStrategy(size=size),
+        compute=None if size is None else ray.data.TaskPoolStrategy(size=min(size, len(given))),
     )
     done = iter(results.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=1))
     try:

@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pandas as pd
 import pytest
+from ray.experimental import internal_kv
 
 from deco_ray.anchors import Anchors, ensure_anchors, fit_kmeans, kmeans, load_assignments, sharded
 from deco_ray.anchors import stage as stage_module
@@ -204,17 +205,25 @@ def test_an_interrupted_stage_resumes_its_iterations(made, tmp_path, monkeypatch
     cohort, split, _, _, path = made
     store = ArtefactStore(tmp_path)
 
-    def interrupted(*_, **__):
+    def interrupted(_folder, _k, slides):
+        next(slides)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr(stage_module, "write_assignments", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as told:
             ensure_anchors(cohort, split, SECTION, store)
+    assert nothing_streams(told)
     assert not list((tmp_path / "anchors").iterdir())
     monkeypatch.setattr(kmeans.LocalScanner, "scan", lambda *_: pytest.fail("iterated again"))
     _, again = ensure_anchors(cohort, split, SECTION, store)
     assert (again / "anchors.npz").read_bytes() == (path / "anchors.npz").read_bytes()
+
+
+def nothing_streams(told: pytest.ExceptionInfo) -> bool:
+    """The pass over the slides was ended before the error arrived here, whose traceback would keep it."""
+    assert told.tb
+    return internal_kv._internal_kv_list("deco_ray/") == []
 
 
 def files(folder) -> list[str]:
@@ -256,8 +265,9 @@ def test_a_disk_that_fills_up_while_the_pool_is_drawn_is_told(disk, tiny_cohort)
     split = new_split(tiny_cohort, "all", dict.fromkeys(tiny_cohort.slides["slide_id"], "train"), {})
     store, others = ArtefactStore(disk.path / "runs"), disk.path / "others"
     others.write_bytes(bytes(shutil.disk_usage(disk.path).free - 3 * 4096))  # the folders, and a first block
-    with pytest.raises(DecoError, match=r"cannot write to .*No space left.*make room"):
+    with pytest.raises(DecoError, match=r"cannot write to .*No space left.*make room") as told:
         ensure_anchors(tiny_cohort, split, SECTION, store)
+    assert nothing_streams(told)
     assert not list(store.root.rglob("*.tmp"))
     others.unlink()
     ensure_anchors(tiny_cohort, split, SECTION, store)
