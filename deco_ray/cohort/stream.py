@@ -49,7 +49,7 @@ def map_bags(
 
     An error in the function or the read is raised here as it was there, naming the slide; none is tried again,
     because the same bag would fail the same way. Who may stop early closes it (contextlib.closing): left to the
-    garbage collector, which runs in any thread, it would be ended by the thread of Ray Data that it waits for.
+    garbage collector, which runs in any thread, it could be ended by the very thread of Ray Data that it waits for.
     """
     shared = ray_put((cohort, function))
 
