@@ -12,7 +12,7 @@ import logging
 import pickle
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import cast
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import ray
@@ -144,18 +144,21 @@ def _run_window(
         compute=None if size is None else ray.data.TaskPoolStrategy(size=min(size, len(given))),
     )
     done = iter(results.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=1))
-    try:
-        for table in cast(Iterator[pa.Table], done):
-            if ERROR in table.column_names:
-                raise pickle.loads(table[ERROR][0].as_py())
-            yield table
-    finally:
-        if ray.is_initialized():  # else all of this went with it
-            # what is under way ends by itself, the rest at once: Ray Data would cancel both, and Ray 2.60 aborts the
-            # whole process when a task ends just as it is cancelled
-            internal_kv._internal_kv_put(f"{run}{STOPPED}", "")
-            collections.deque(done, maxlen=0)
-            internal_kv._internal_kv_del(run, del_by_prefix=True)
+    # Ray Data is asked in a thread of its own: Ctrl-C, which Python raises in the main thread, then reaches the wait
+    # for the answer and not Ray Data, which would cancel its tasks
+    with ThreadPoolExecutor(1, "blocks") as asking:
+        try:
+            while (table := asking.submit(next, done, None).result()) is not None:
+                if ERROR in table.column_names:
+                    raise pickle.loads(table[ERROR][0].as_py())
+                yield table
+        finally:
+            if ray.is_initialized():  # else all of this went with it
+                # what is under way ends by itself, the rest at once: Ray Data would cancel both, and Ray 2.60 aborts
+                # the whole process when a task ends just as it is cancelled
+                internal_kv._internal_kv_put(f"{run}{STOPPED}", "")
+                asking.submit(collections.deque, done, 0).result()
+                internal_kv._internal_kv_del(run, del_by_prefix=True)
 
 
 def count_attempt(key: str, slide_ids: list[str]) -> None:

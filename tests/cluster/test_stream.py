@@ -110,8 +110,17 @@ def test_errors_arrive_as_what_they_were_and_name_the_slide(ray_cluster, tiny_co
     assert f"in slide {ids[0]}" in crashed.value.__notes__[0]
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises KeyboardInterrupt, also where the tests' own shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("how", ["closed", "ctrl-c"])
 def test_who_stops_early_waits_for_what_is_under_way_and_cancels_nothing(
-    ray_cluster, tiny_cohort, tmp_path, monkeypatch
+    ray_cluster, tiny_cohort, tmp_path, monkeypatch, ctrl_c, how
 ):
     """Ray aborts the whole process when a task ends just as it is cancelled."""
     ids = list(tiny_cohort.slides["slide_id"])
@@ -125,10 +134,13 @@ def test_who_stops_early_waits_for_what_is_under_way_and_cancels_nothing(
         (tmp_path / f"{bag.slide_id} ended").touch()
         return {}
 
-    over = threading.Event()
+    over, waiting = threading.Event(), threading.Event()
 
     def tell() -> None:
         while not over.wait(0.01):
+            if waiting.is_set() and (tmp_path / groups[2][0]).exists():
+                waiting.clear()
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             if any(key.endswith(stream.STOPPED.encode()) for key in internal_kv._internal_kv_list("deco_ray/")):
                 (tmp_path / "stopped").touch()
 
@@ -139,7 +151,12 @@ def test_who_stops_early_waits_for_what_is_under_way_and_cancels_nothing(
     try:
         stopped = map_bags(tiny_cohort, ids, until_stopped)
         assert next(stopped)[0] == ids[0]
-        stopped.close()
+        if how == "closed":
+            stopped.close()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                waiting.set()
+                list(stopped)
     finally:
         over.set()
         teller.join()
