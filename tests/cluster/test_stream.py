@@ -149,7 +149,8 @@ def test_who_stops_early_waits_for_what_is_under_way_and_cancels_nothing(
     teller = threading.Thread(target=tell)
     teller.start()
     try:
-        stopped = map_bags(tiny_cohort, ids, until_stopped)
+        # two tasks at a time, in order: with all of them waiting for a CPU, Ray may begin with any
+        stopped = map_bags(tiny_cohort, ids, until_stopped, concurrency=2)
         assert next(stopped)[0] == ids[0]
         if how == "closed":
             stopped.close()
@@ -163,7 +164,7 @@ def test_who_stops_early_waits_for_what_is_under_way_and_cancels_nothing(
     assert not cancelled
     begun = [slide for slide in ids if (tmp_path / slide).exists()]
     assert all((tmp_path / f"{slide} ended").exists() for slide in begun)
-    assert len([block for block in groups if block[0] in begun]) <= 4 < len(groups)  # two done, one on each CPU
+    assert len([block for block in groups if block[0] in begun]) <= 4 < len(groups)  # two done, two under way
     assert internal_kv._internal_kv_list("deco_ray/") == []
 
 
