@@ -78,14 +78,17 @@ def map_bags(
                 shown.update()
 
 
-def stream_bags(cohort: Cohort, slide_ids: Sequence[str], *, prefetch: int = 2, num_cpus: float = 0.0) -> Iterator[Bag]:
+def stream_bags(
+    cohort: Cohort, slide_ids: Sequence[str], *, prefetch: int = 2, num_cpus: float = 0.0, verify: bool = False
+) -> Iterator[Bag]:
     """Bags in the order of `slide_ids` (repeats allowed), read ahead by Ray Data while the caller works.
 
     `prefetch` blocks of about 64 MB are under way at a time. Reading asks for no CPU by default: inside a training
     run every CPU may be taken already.
     """
     label_of = dict(zip(cohort.slides["slide_id"], cohort.slides["label"]))
-    for slide, arrays in map_bags(cohort, slide_ids, _arrays, num_cpus=num_cpus, concurrency=prefetch):
+    read = map_bags(cohort, slide_ids, _arrays, num_cpus=num_cpus, concurrency=prefetch, verify=verify)
+    for slide, arrays in read:
         yield Bag(slide, torch.from_numpy(arrays["features"]), arrays.get("coords"), int(label_of[slide]))
 
 

@@ -137,6 +137,7 @@ class StreamSource:
         self.cohort = cohort
         typical = max(float(cohort.slides["n_patches"].mean()) * cohort.dim * 4, 1.0)
         self.ahead = int(np.clip(AHEAD_BYTES / typical, 2, 1024))  # bags
+        self.verified: set[str] = set()  # slides compared with their ingest: once a run, its first epoch as a rule
 
     def bags(self, slide_ids: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         ready: queue.Queue[tuple[str, Any]] = queue.Queue(self.ahead)
@@ -152,10 +153,11 @@ class StreamSource:
         def fetch() -> None:
             try:
                 for window in self.windows(slide_ids):
-                    for bag in stream_bags(self.cohort, window):
+                    for bag in stream_bags(self.cohort, window, verify=not self.verified.issuperset(window)):
                         put((bag.slide_id, bag.features))
                         if closed.is_set():
                             return
+                    self.verified.update(window)
                 put(("", None))
             except BaseException as error:  # handed to the training, which is the one to fail
                 put(("", error))

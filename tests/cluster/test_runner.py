@@ -20,7 +20,7 @@ from deco_ray.config import ModelSection, ResourceSection, SplitSection, Trainin
 from deco_ray.errors import CohortError, DecoError, StageError
 from deco_ray.models.saved import load_model
 from deco_ray.training.runner import run_training
-from deco_ray.training.shared import fits, load_features, open_source
+from deco_ray.training.shared import StreamedFeatures, fits, load_features, open_source
 from deco_ray.training.spec import DecoSpec, RunSpec
 
 RESOURCES = ResourceSection()
@@ -119,8 +119,16 @@ def test_a_slide_that_changed_after_ingest_is_refused(tiny_cohort, shared, tmp_p
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
     cohort = Cohort.open(tmp_path / "c")
-    with pytest.raises(CohortError, match=r"slide s\d_\d+: .*part-00000.parquet.* does not hold what was ingested"):
-        load_features(cohort, list(cohort.slides["slide_id"])).open()
+    ids = list(cohort.slides["slide_id"])
+    refused = r"slide s\d_\d+: .*part-00000.parquet.* does not hold what was ingested"
+    with pytest.raises(CohortError, match=refused):
+        load_features(cohort, ids).open()
+    source = StreamedFeatures(cohort).open()
+    with pytest.raises(CohortError, match=refused):
+        list(source.bags(ids))
+    with pytest.raises(CohortError, match=refused):  # what was refused once is looked at again
+        list(source.bags(ids[::-1]))
+    assert [slide for slide, _ in StreamedFeatures(tiny_cohort).open().bags(ids)] == ids
 
 
 def test_a_final_model_trains_on_anchors_and_contributions(tiny_cohort, split, store, shared):
