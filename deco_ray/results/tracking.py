@@ -9,7 +9,6 @@ and the next run of the same command logs what is missing.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import getpass
 import json
@@ -21,7 +20,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,17 @@ from deco_ray.cohort.store import Cohort
 from deco_ray.config import TrackingSection
 from deco_ray.errors import ConfigError
 from deco_ray.results.redact import redact
-from deco_ray.results.tracking_lookup import DIGEST, KIND, PARENT, Found, look_up, look_up_sqlite
+from deco_ray.results.tracking_lock import locked
+from deco_ray.results.tracking_lookup import (
+    DIGEST,
+    KIND,
+    PARENT,
+    Found,
+    known_metrics_sqlite,
+    look_up,
+    look_up_sqlite,
+    oldest,
+)
 from deco_ray.results.tracking_run import RunHandle
 
 log = logging.getLogger(__name__)
@@ -55,6 +64,8 @@ class Tracker:
         self.uri = tracking_uri(section.uri, self.storage)
         path = self.uri.removeprefix("sqlite:///")
         self.database = Path(path) if path != self.uri else None
+        place = self.database or self.storage / "mlflow"
+        self.lock = place.with_name(f".{place.name}.lock")
         self.experiment = section.experiment or cohort.name
         self.experiment_id = ""
         self.off = not section.enabled
@@ -80,8 +91,12 @@ class Tracker:
         tags: Mapping[str, Any] | None = None,
     ) -> RunHandle:
         """The run of one pipeline, sweep, comparison or plan: found by kind and digest, or new."""
-        with self.alone():
-            handle = self._handle(self._look_up(kind, digest), name, digest, {KIND: kind}, params, tags)
+
+        def find() -> RunHandle:
+            with self.alone():
+                return self._handle(self._look_up(kind, digest), name, digest, {KIND: kind}, params, tags)
+
+        handle = self._attempt(find) or self._untracked(name, digest)
         if self.section.system_metrics:
             handle.watch_system(self.uri)
         return handle
@@ -95,33 +110,39 @@ class Tracker:
         tags: Mapping[str, Any] | None = None,
     ) -> RunHandle:
         """The run of one (method or stage, setting, seed) below its parent: found by digest, or new."""
-        found = parent.children.get(digest)
-        if isinstance(found, RunHandle):  # of this command, with all it knows
-            return found
-        with self.alone():
-            if found is None and self.database is not None:  # another driver of the same command may have made it
-                now = self._look_up(parent.tags.get(KIND, ""), parent.digest)
-                found = now.children.get(digest) if now else None
-            handle = self._handle(found, name, digest, {KIND: "run", PARENT: parent.run_id or ""}, params, tags)
+        known = parent.children.get(digest)
+        if isinstance(known, RunHandle):  # of this command, with all it knows
+            return known
+
+        def find() -> RunHandle:
+            with self.alone():
+                found = known or self._look_up_child(parent, digest)  # another driver of this command may have made it
+                return self._handle(found, name, digest, {KIND: "run", PARENT: parent.run_id or ""}, params, tags)
+
+        handle = self._attempt(find) or self._untracked(name, digest)
         if handle.run_id:
             parent.children[digest] = handle
         return handle
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """One driver at a time looks what a SQLite store has and adds what is missing; a server is not locked."""
-        if self.off or self.database is None:
-            yield
-        else:
-            with locked(self.database.with_name(f".{self.database.name}.lock")):
-                yield
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """One driver at a time looks what the store has and adds what is missing, of those that share its storage."""
+        return locked(self.lock)
+
+    def known_metrics(self, run_id: str) -> dict[str, float]:
+        """The last value of every metric that the store has of a run by now."""
+        if self.database is not None:
+            return known_metrics_sqlite(self.database, run_id)
+        return dict(self._connect().get_run(run_id).data.metrics)
 
     def call(self, action: Callable[[Any], Any]) -> Any:
         """Run an action on the client; the first failure of any kind ends tracking for this command, not training."""
+        return self._attempt(lambda: action(self._connect()))
+
+    def _attempt(self, action: Callable[[], Any]) -> Any:
         if self.off:
             return None
         try:
-            return action(self._connect())
+            return action()
         except Exception as error:  # whatever the store, its driver or its server raises must not cost a training
             if self.off:  # the background connection failed meanwhile, and said so
                 return None
@@ -134,6 +155,9 @@ class Tracker:
                 reason,
             )
             return None
+
+    def _untracked(self, name: str, digest: str) -> RunHandle:
+        return RunHandle(self, None, name, digest, {}, {}, fresh=True)
 
     def _handle(self, found: Found | None, name: str, digest: str, own: dict[str, str], params, tags) -> RunHandle:
         if found is not None:
@@ -156,6 +180,12 @@ class Tracker:
             except sqlite3.Error as error:
                 log.debug("reading %s directly failed (%s); asking MLflow", self.uri, error)
         return self.call(lambda client: look_up(client, self.experiment_id, kind, digest))
+
+    def _look_up_child(self, parent: RunHandle, digest: str) -> Found | None:
+        if self.database is not None:
+            now = self._look_up(parent.tags.get(KIND, ""), parent.digest)
+            return now.children.get(digest) if now else None
+        return self.call(lambda client: oldest(client, self.experiment_id, {DIGEST: digest, PARENT: parent.run_id}))
 
     def _create(self, client: Any, name: str, tags: dict[str, str]) -> str:
         from mlflow.entities import Dataset, DatasetInput
@@ -221,15 +251,6 @@ class Tracker:
                 f"experiment {self.experiment!r} was deleted; restore it in MLflow or set tracking.experiment"
             )
         return experiment.experiment_id
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time; where nothing can be locked, everyone."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            fcntl.flock(stack.enter_context(open(path, "a")), fcntl.LOCK_EX)
-        yield
 
 
 def tracking_uri(uri: str | None, storage: Path) -> str:

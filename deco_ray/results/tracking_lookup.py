@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,21 +65,24 @@ def _read_only(database: Path) -> sqlite3.Connection:
 
 def look_up(client: Any, experiment_id: str, kind: str, digest: str) -> Found | None:
     """The same through MLflow's search, for servers and other databases."""
-    runs = client.search_runs(
-        [experiment_id],
-        f"tags.`{DIGEST}` = '{digest}' and tags.`{KIND}` = '{kind}'",
-        max_results=1,
-        order_by=["attributes.start_time ASC"],
-    )
-    if not runs:
+    parent = oldest(client, experiment_id, {DIGEST: digest, KIND: kind})
+    if parent is None:
         return None
-    parent, children, page = runs[0], [], None
+    children: list[Found] = []
+    page = None
     while True:
-        found = client.search_runs([experiment_id], f"tags.`{PARENT}` = '{parent.info.run_id}'", page_token=page)
+        found = client.search_runs([experiment_id], f"tags.`{PARENT}` = '{parent.run_id}'", page_token=page)
         children += [Found(run.info.run_id, run.data.tags) for run in found]
         page = found.token
         if not page:
-            return Found(parent.info.run_id, parent.data.tags, _by_digest(children))
+            return Found(parent.run_id, parent.tags, _by_digest(children))
+
+
+def oldest(client: Any, experiment_id: str, tags: Mapping[str, str | None]) -> Found | None:
+    """The oldest active run with these tags, through MLflow's search."""
+    asked = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+    runs = client.search_runs([experiment_id], asked, max_results=1, order_by=["attributes.start_time ASC"])
+    return Found(runs[0].info.run_id, runs[0].data.tags) if runs else None
 
 
 def _by_digest(runs: Any) -> dict[str, Found]:

@@ -16,7 +16,7 @@ import yaml
 
 from deco_ray.errors import DecoError
 from deco_ray.results.redact import redact, redact_tree
-from deco_ray.results.tracking_lookup import LOGGED, Found, known_metrics_sqlite
+from deco_ray.results.tracking_lookup import LOGGED, Found
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -208,8 +208,7 @@ class RunHandle:
 
         def run(client: Any) -> None:
             with self.tracker.alone():
-                if self.tracker.database is not None:  # a server is not asked at every epoch
-                    self._metrics = known_metrics_sqlite(self.tracker.database, str(self.run_id))
+                self._metrics = self.tracker.known_metrics(str(self.run_id))
                 action(client)
 
         self.write(run)
@@ -231,7 +230,7 @@ class RunHandle:
         def run(client: Any) -> None:
             if not self._opened:
                 known = client.get_run(self.run_id)
-                self._params, self._metrics = dict(known.data.params), dict(known.data.metrics)
+                self._params = dict(known.data.params)
                 if known.info.status != "RUNNING":
                     client.update_run(self.run_id, status="RUNNING")
                 self._opened = True

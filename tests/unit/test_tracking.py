@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import socket
@@ -25,7 +26,7 @@ from deco_ray.errors import ConfigError, DecoError
 from deco_ray.experiments.recorder import Recorder
 from deco_ray.experiments.stages import StageGraph, TrainStage
 from deco_ray.models import create_model, model_names
-from deco_ray.results import tracking
+from deco_ray.results import tracking, tracking_lock
 from deco_ray.results.mlflow_model import ServedModel, save
 from deco_ray.results.tracking import Tracker, create_database, git_commit
 from deco_ray.results.tracking_artefact import named_metrics
@@ -131,9 +132,22 @@ def test_a_resumed_curve_goes_on_and_never_doubles(open_tracker):
     assert curve(resumed, child.run_id, "auc") == []
 
 
-def test_two_drivers_that_start_at_once_share_their_runs(open_tracker):
-    def driver(_):
+@pytest.fixture(params=["a SQLite file", "a server"])
+def open_driver(open_tracker, request):
+    """Opens trackers that look into the SQLite file, or ask MLflow alone, as of a server's store."""
+
+    def open_one() -> Tracker:
         tracker = open_tracker()
+        if request.param == "a server":
+            tracker.database = None
+        return tracker
+
+    return open_one
+
+
+def test_two_drivers_that_start_at_once_share_their_runs(open_driver, open_tracker):
+    def driver(_):
+        tracker = open_driver()
         parent = tracker.parent("p", "pipeline", "d0", {"k": 1})
         return parent.run_id, [tracker.child(parent, f"s{seed}", f"c{seed}").run_id for seed in range(3)]
 
@@ -143,11 +157,11 @@ def test_two_drivers_that_start_at_once_share_their_runs(open_tracker):
     assert len(runs_of(open_tracker())) == 4
 
 
-def test_two_drivers_that_resume_a_run_at_once_log_each_point_once(open_tracker):
+def test_two_drivers_that_resume_a_run_at_once_log_each_point_once(open_driver):
     rows = [{"epoch": epoch, "loss": 1 / (1 + epoch)} for epoch in range(8)]
 
     def driver():
-        tracker = open_tracker()
+        tracker = open_driver()
         return tracker.child(tracker.parent("p", "pipeline", "d0"), "judge", "d1")
 
     driver().log_epochs(rows[:1])
@@ -159,6 +173,23 @@ def test_two_drivers_that_resume_a_run_at_once_log_each_point_once(open_tracker)
     tracker, run_id = drivers[0].tracker, drivers[0].run_id
     assert curve(tracker, run_id, "loss") == list(range(8))
     assert len(tracker.call(lambda client: client.get_metric_history(run_id, "test/acc"))) == 1
+
+
+def test_a_driver_that_never_lets_go_costs_one_warning(open_tracker, monkeypatch, caplog):
+    """As one that was suspended by Ctrl-Z while it logged."""
+    monkeypatch.setattr(tracking_lock, "LOCK_TIMEOUT_S", 0.2)
+    run = open_tracker().parent("p", "pipeline", "d0")
+    other = open_tracker()
+    with open(other.lock, "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        run.log_metrics({"acc": 0.5})
+        parent = other.parent("p", "pipeline", "d0")
+        other.child(parent, "judge", "d1").log_metrics({"acc": 0.5})
+    assert run.tracker.off
+    assert other.off
+    warnings = [record.getMessage() for record in caplog.records if "tracking is off" in record.getMessage()]
+    assert len(warnings) == 2  # one a driver
+    assert all(f"held {other.lock} for 0.2 s" in warning for warning in warnings)
 
 
 def test_epochs_lost_with_a_killed_driver_are_made_up_for(open_tracker):
