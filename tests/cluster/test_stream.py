@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -144,6 +145,10 @@ def test_who_stops_early_waits_for_what_is_under_way_and_cancels_nothing(
             if any(key.endswith(stream.STOPPED.encode()) for key in internal_kv._internal_kv_list("deco_ray/")):
                 (tmp_path / "stopped").touch()
 
+    def read_on(bags: Iterable) -> None:
+        waiting.set()
+        list(bags)
+
     cancel, cancelled = ray_cluster.cancel, []
     monkeypatch.setattr(ray_cluster, "cancel", lambda *task, **how: cancelled.append(task) or cancel(*task, **how))
     teller = threading.Thread(target=tell)
@@ -156,8 +161,7 @@ def test_who_stops_early_waits_for_what_is_under_way_and_cancels_nothing(
             stopped.close()
         else:
             with pytest.raises(KeyboardInterrupt):
-                waiting.set()
-                list(stopped)
+                read_on(stopped)
     finally:
         over.set()
         teller.join()
