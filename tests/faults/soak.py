@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +27,7 @@ from deco_ray.config import CounterfactualSection, with_settings
 from deco_ray.counterfactual.scoring import score_slides
 from deco_ray.experiments.schedule import Workplace, make
 from deco_ray.experiments.study import Study
+from deco_ray.progress import track
 
 LIMIT = 0.10  # growth allowed after the first tenth
 
@@ -47,8 +49,9 @@ def score(root: Path, slides: int) -> list[float]:
 
 def train(root: Path, trainings: int) -> list[float]:
     cohort = write_tiny_cohort(root / "few")
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it announces every training in this process
     readings = []
-    for seed in range(trainings):
+    for seed in track(range(trainings), label="train", unit="training"):
         config = with_settings(tiny_config(cohort.uri, root / "runs"), {"method": "abmil", "seeds": [seed]})
         study = Study(config)
         study.add(config)
