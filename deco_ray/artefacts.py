@@ -52,13 +52,34 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
         raise
 
 
-def flush(path: Path) -> None:
-    """Put what was written to the file on the disk."""
-    file = os.open(path, os.O_RDONLY)
+def flush(path: Path) -> str:
+    """Put what was written to the file on the disk; returns its checksum."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_file(path: str | Path) -> bytes:
+    """A file of an artefact, a ValueError if it is no longer what was written; one without a record is as it is."""
+    path = Path(path)
+    content = path.read_bytes()
+    record = read_record(path.parent) if (path.parent / RECORD).is_file() else {}
+    written = record.get("files", {}).get(path.name)
+    if written and written != hashlib.sha256(content).hexdigest():
+        raise ValueError("it is not what was written there")
+    return content
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record of a finished artefact: its inputs, the checksums of its files, facts about its making."""
+    path = folder / RECORD
     try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+        record = json.loads(path.read_text())
+        if not (isinstance(record["inputs"], dict) and isinstance(record.get("files", {}), dict)):
+            raise TypeError("it is no record of an artefact")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DecoError(f"{path} is damaged: {error}; remove {folder} to make it again") from error
+    return record
 
 
 def temporary_beside(path: Path) -> Path:
@@ -96,12 +117,14 @@ class ArtefactStore:
     def exists(self, kind: str, key: str) -> bool:
         return (self.path(kind, key) / RECORD).is_file()
 
+    def is_whole(self, kind: str, key: str) -> bool:
+        """Whether the artefact exists with every file that was written."""
+        return self.exists(kind, key) and all(
+            (self.path(kind, key) / name).is_file() for name in self.record(kind, key).get("files", {})
+        )
+
     def record(self, kind: str, key: str) -> dict[str, Any]:
-        path = self.path(kind, key) / RECORD
-        try:
-            return json.loads(path.read_text())
-        except ValueError as error:
-            raise DecoError(f"{path} is damaged: {error}; remove {path.parent} to make it again") from error
+        return read_record(self.path(kind, key))
 
     def work(self, kind: str, key: str) -> Path:
         """The folder for resumable state of an unfinished stage."""
@@ -130,10 +153,10 @@ class ArtefactStore:
                 temporary.mkdir(parents=True)
                 yield temporary
                 record = {"kind": kind, "digest": key, "inputs": inputs, "seconds": time.time() - started, **facts}
+                # a record on disk vouches for all that lies beside it
+                written = sorted(path for path in temporary.rglob("*") if path.is_file())
+                record["files"] = {path.relative_to(temporary).as_posix(): flush(path) for path in written}
                 write_atomically(temporary / RECORD, json.dumps(record, indent=1, sort_keys=True))
-                for path in temporary.rglob("*"):  # a record on disk vouches for all that lies beside it
-                    if path.is_file():
-                        flush(path)
                 try:
                     os.rename(temporary, final)
                 except OSError:

@@ -19,7 +19,7 @@ CLASSES = ("normal", "low grade", "high grade")
 def write_run_artefact(
     folder: Path, seed: int = 0, name: str = "abmil", dim: int = 16, epochs: int = 4, **facts
 ) -> Path:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(torch_seed(seed, "fabricated weights"))
     torch.save(create_model(name, dim, len(CLASSES)).state_dict(), folder / "model.pt")
     known = {"name": name, "options": {}, "dim": dim, "classes": CLASSES, "encoder": "made-up", "seed": seed}

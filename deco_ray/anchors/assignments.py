@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from deco_ray.anchors.artefact import AnchorError, Anchors
+from deco_ray.artefacts import read_file
 from deco_ray.cohort.store import Bag
 
 FILE = "assignments.parquet"
@@ -72,6 +73,6 @@ def load_counts(folder: str | Path) -> tuple[pd.DataFrame, pd.Series]:
 def _read(folder: str | Path, columns: list[str]) -> pa.Table:
     path = Path(folder) / FILE
     try:
-        return pq.read_table(path, columns=columns)
-    except (OSError, pa.ArrowException) as error:
+        return pq.read_table(pa.BufferReader(read_file(path)), columns=columns)
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise AnchorError(f"cannot read {path}: {error}; remove its folder and run the anchors stage again") from error

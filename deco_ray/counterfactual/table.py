@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from deco_ray.artefacts import read_file
 from deco_ray.config import CounterfactualSection, MaskingSection
 from deco_ray.counterfactual.effects import Contributions
 from deco_ray.counterfactual.ratios import anchor_ratios
@@ -66,8 +67,8 @@ def read_table(path: str | Path) -> pa.Table:
     path = Path(path)
     path = path / TABLE_FILE if path.is_dir() else path
     try:
-        return pq.read_table(path, schema=TABLE)
-    except (OSError, pa.ArrowException) as error:
+        return pq.read_table(pa.BufferReader(read_file(path)), schema=TABLE)
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise DecoError(
             f"cannot read the contribution table {path}: {error}; delete its folder and score again"
         ) from error

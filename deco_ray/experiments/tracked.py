@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -100,8 +101,9 @@ def _report(
     inputs = {"layout": LAYOUT, "kind": kind, "title": title, "runs": runs, "notes": notes, **settings}
     inputs = redact_tree({**inputs, "config": study.base.model_dump(mode="json")})  # the artefact's record keeps them
     key = digest(inputs)
-    reused, begun = site.store.exists(REPORT, key), time.monotonic()
+    reused, begun = site.store.is_whole(REPORT, key), time.monotonic()
     if not reused:
+        shutil.rmtree(site.store.path(REPORT, key), ignore_errors=True)  # of which somebody removed a file
         with site.store.writing(REPORT, key, inputs) as folder:
             body = sections(Album(folder / "figures", study.base.report.pdf), folder)
             page = folder / "report.html"

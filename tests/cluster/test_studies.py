@@ -69,6 +69,11 @@ def test_a_report_follows_its_file_and_is_reused_with_its_verdicts(base, capsys)
     first = told(compare)
     assert len(first) > 1
     assert told(compare) == first
+    page = Path(first[-1].split(maxsplit=1)[1])
+    for name in ("verdicts.json", "report.html", "results.parquet"):
+        (page.parent / name).unlink()
+        assert told(compare) == first
+        assert (page.parent / name).is_file()
     other = told({**compare, "reference": "meanpool"})
     assert not set(first) & set(other)
     assert told(compare, "--set", "paper.same_features=true")[-1] not in (first[-1], other[-1])

@@ -17,6 +17,7 @@ from deco_ray.anchors.figure import anchor_figure, project
 from deco_ray.anchors.matching import match_normals
 from deco_ray.anchors.pool import ANCHORS, NORMALS
 from deco_ray.anchors.stage import anchor_inputs, plan_pools, write_pools
+from deco_ray.artefacts import ArtefactStore
 from deco_ray.cohort.splits import new_split
 from deco_ray.config import AnchorSection
 from deco_ray.errors import CohortError, DecoError
@@ -135,6 +136,19 @@ def test_assignments_come_back_with_their_counts(tmp_path):
     expected = np.array([[(assignment == anchor).sum() for anchor in range(5)] for _, _, assignment in slides])
     np.testing.assert_array_equal(counts.to_numpy(), expected)
     assert loaded["s0"].dtype == np.int16
+
+
+def test_an_assignment_that_changed_is_noticed(tmp_path):
+    store = ArtefactStore(tmp_path)
+    with store.writing("anchors", "k", {}) as folder:
+        write_assignments(folder, 5, [("s0", 1, np.arange(5).repeat(40))])
+    path = store.path("anchors", "k") / "assignments.parquet"
+    assert len(load_assignments(path.parent)["s0"]) == 200
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DecoError, match=r"assignments\.parquet: it is not what was written.*remove its folder"):
+        load_assignments(path.parent)
 
 
 def training_split(cohort, without_label=None):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from deco_ray.artefacts import ArtefactStore, digest, write_atomically
+from deco_ray.artefacts import ArtefactStore, digest, read_file, write_atomically
 from deco_ray.errors import DecoError
 
 
@@ -149,11 +149,36 @@ def test_a_full_disk_a_file_in_the_way_and_a_read_only_disk_are_explained(tmp_pa
         pass
 
 
-def test_a_damaged_record_is_explained(store):
+@pytest.mark.parametrize("damaged", ["{", "[]", "{}", '{"inputs": []}', '{"inputs": {}, "files": 3}'])
+def test_a_damaged_record_is_explained(store, damaged):
     write(store)
-    (store.path("model", "k") / "artefact.json").write_text("{")
+    (store.path("model", "k") / "artefact.json").write_text(damaged)
     with pytest.raises(DecoError, match=r"artefact.json.*remove"):
         store.record("model", "k")
+
+
+def test_a_file_that_is_not_what_was_written_is_noticed(store, tmp_path):
+    write(store, text="result")
+    path = store.path("model", "k") / "model.txt"
+    assert read_file(path) == b"result"
+    for changed in (b"resulu", b"result ", b""):
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match="not what was written"):
+            read_file(path)
+    (tmp_path / "alone.txt").write_text("somebody's own")
+    assert read_file(tmp_path / "alone.txt") == b"somebody's own"
+
+
+def test_an_artefact_is_whole_with_all_its_files(store):
+    assert not store.is_whole("report", "k")
+    with store.writing("report", "k", {}) as folder:
+        (folder / "figures").mkdir()
+        for name in ("report.html", "figures/a.png"):
+            (folder / name).write_text(name)
+    assert store.is_whole("report", "k")
+    (store.path("report", "k") / "figures" / "a.png").unlink()
+    assert not store.is_whole("report", "k")
+    assert store.exists("report", "k")
 
 
 def test_files_are_replaced_whole(tmp_path, monkeypatch):

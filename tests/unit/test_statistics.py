@@ -11,6 +11,7 @@ import pytest
 from fabricated_run import write_run_artefact
 from sklearn.metrics import f1_score
 
+from deco_ray.artefacts import ArtefactStore
 from deco_ray.errors import DecoError
 from deco_ray.experiments.methods import Run
 from deco_ray.experiments.outcome import histories, read_predictions, results_frame
@@ -154,14 +155,18 @@ def test_predictions_are_read_in_one_order_and_checked(tmp_path):
 
 
 def test_a_damaged_file_of_a_run_names_itself_and_the_folder_to_remove(tmp_path):
-    folder = write_run_artefact(tmp_path / "run")
+    with ArtefactStore(tmp_path).writing("model", "run", {}) as written:
+        write_run_artefact(written)
+    folder = ArtefactStore(tmp_path).path("model", "run")
     sites = {"": SimpleNamespace(store=SimpleNamespace(path=lambda kind, digest: folder))}
     runs = [Run("abmil", "", 0, "digest")]
     readers = {"predictions.parquet": read_predictions, "history.parquet": histories, "metrics.json": results_frame}
     for name, read in readers.items():
         read(runs, sites)
         whole = (folder / name).read_bytes()
-        for damaged in (b"", whole[: len(whole) // 2]):
+        bit = bytearray(whole)
+        bit[len(whole) // 3] ^= 1  # most readers would not notice
+        for damaged in (b"", whole[: len(whole) // 2], bytes(bit), b"[]"):
             (folder / name).write_bytes(damaged)
             with pytest.raises(DecoError, match=f"{name} is damaged: .*; remove {folder} and run the same command"):
                 read(runs, sites)

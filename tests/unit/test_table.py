@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from deco_ray.artefacts import ArtefactStore
 from deco_ray.config import CounterfactualSection, MaskingSection
 from deco_ray.counterfactual import Contributions, masking_ratios
 from deco_ray.counterfactual.table import (
@@ -59,6 +60,20 @@ def test_file_keeps_every_bit(table, tmp_path):
     (tmp_path / "contributions.parquet").write_bytes(b"PAR1 but not really")
     with pytest.raises(DecoError, match="score again"):
         read_table(tmp_path)
+
+
+def test_a_bit_that_changed_in_a_finished_table_is_noticed(table, tmp_path):
+    """Other effects would train other final models, and nobody would know."""
+    store = ArtefactStore(tmp_path)
+    with store.writing("contributions", "k", {}) as folder:
+        write_table(table, folder)
+    path = store.path("contributions", "k") / "contributions.parquet"
+    whole = path.read_bytes()
+    assert read_table(path.parent).equals(table)
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(DecoError, match="score again"):
+            read_table(path.parent)
 
 
 @pytest.mark.parametrize("form", ["table", "frame", "folder"])
