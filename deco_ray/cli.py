@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from deco_ray import __version__
 from deco_ray.artefacts import UNWRITABLE
 from deco_ray.errors import DecoError
+from deco_ray.results.redact import redact
 
 Command = Callable[[list[str]], int | None]
 TRACEBACK = "DECO_RAY_TRACEBACK"  # environment variable: show where an error came from
@@ -45,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.pop(0)
     name = arguments.pop(0) if arguments else None
     if name in ("-h", "--help", "help"):
-        print(usage())
-        return 0
+        return guarded(lambda _: print(usage()), [])
     if name in ("-V", "--version"):
         print(f"deco-ray {__version__}")
         return 0
@@ -70,14 +70,20 @@ def guarded(command: Command, arguments: list[str]) -> int:
     """Run a command; an error the user can act on becomes one message, an interrupt becomes 130."""
     warnings.formatwarning = _one_line
     try:
-        return command(arguments) or 0
+        code = command(arguments) or 0
+        sys.stdout.flush()  # a reader that has gone is noticed here rather than by the interpreter at its end
+        return code
     except DecoError as error:
         if os.environ.get(TRACEBACK):
             traceback.print_exc()
         # Ray wraps what a worker raised and adds the worker's traceback to the text; the cause is clean
         cause = getattr(error, "cause", None)
-        print(f"error: {cause if isinstance(cause, DecoError) else error}", file=sys.stderr)
+        print(redact(f"error: {cause if isinstance(cause, DecoError) else error}"), file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # the reader (head, less) has gone; point stdout elsewhere or Python complains again while closing it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
@@ -87,10 +93,6 @@ def guarded(command: Command, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # the reader (head, less) has gone; point stdout elsewhere or Python complains again while closing it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 def usage() -> str:

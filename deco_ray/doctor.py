@@ -17,6 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from deco_ray.config import Config, load_config
+from deco_ray.results.redact import redact
 
 SHOWN = (
     "torch",
@@ -77,7 +78,7 @@ def examine(config: Config) -> Findings:
     check_processors(findings, config)
     check_memory(findings)
     check_ray(findings, os.environ)
-    check_storage(findings, Path(config.storage))
+    check_storage(findings, config.storage)
     check_tracking(findings, config, Path.cwd())
     check_threads(findings, os.environ, os.cpu_count() or 1)
     return findings
@@ -188,7 +189,7 @@ def check_ray(findings: Findings, environ: Mapping[str, str]) -> None:
     elif environ.get("RAY_ADDRESS"):
         findings.fact("ray cluster", f"nothing answers at {address}")
         findings.problems.append(
-            f"RAY_ADDRESS is {environ['RAY_ADDRESS']} but nothing answers there: start that cluster or unset it"
+            f"RAY_ADDRESS is {redact(environ['RAY_ADDRESS'])} but nothing answers there: start that cluster or unset it"
         )
     else:
         findings.fact("ray cluster", f"none; one ran at {address} before")
@@ -235,12 +236,15 @@ def reachable(address: str, timeout_s: float = 1.0) -> bool:
         return False
 
 
-def check_storage(findings: Findings, storage: Path) -> None:
-    existing = storage.absolute()
+def check_storage(findings: Findings, storage: str) -> None:
+    if "://" in storage:
+        findings.problems.append(f"storage {redact(storage)} is a URI: set `storage` to a folder")
+        return
+    existing = folder = Path(storage).absolute()
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free
-    findings.fact("storage", f"{storage.absolute()}, {free / GIGA:.0f} GB free")
+    findings.fact("storage", f"{folder}, {free / GIGA:.0f} GB free")
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         findings.problems.append(f"{existing} is not a folder one can write to: set `storage` to another")
     if free < DISK_LEAST:

@@ -36,7 +36,7 @@ from deco_ray.cohort.parts import Outcome, PartPlan, Shape, first_shape, plan_pa
 from deco_ray.cohort.schema import CohortMeta, part_name
 from deco_ray.cohort.sources import Folder, discover
 from deco_ray.cohort.splits import new_split, save_split
-from deco_ray.cohort.store import Cohort
+from deco_ray.cohort.store import Cohort, shown
 from deco_ray.cohort.writer import slide_row, write_index
 from deco_ray.errors import CohortError, DecoError
 from deco_ray.progress import bar
@@ -78,7 +78,7 @@ def ingest(
         raise CohortError(f"on_error is {on_error!r}; choose stop or skip")
     target = Path(out)
     if "://" in str(out):
-        raise CohortError(f"{out}: ingest writes to a folder; copy the finished cohort to the object store afterwards")
+        raise CohortError(f"{shown(out)}: ingest writes to a folder; copy the cohort to the object store afterwards")
     if target.exists():
         raise CohortError(f"{target} exists already; choose another folder or remove it first")
     folder = discover(source, format, encoder)

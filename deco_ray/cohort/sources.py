@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deco_ray.cohort.readers import Unreadable, hdf5
+from deco_ray.cohort.store import local_path
 from deco_ray.errors import CohortError
 
 FORMATS = ("auto", "clam", "trident", "stamp", "pt", "npy")
@@ -33,7 +34,7 @@ class Folder:
 
 def discover(source: str | Path, format: str = "auto", encoder: str | None = None) -> Folder:
     """The feature files below `source`: a CLAM or TRIDENT output folder, or a folder of files."""
-    root = Path(source)
+    root = local_path(source, "the source")
     if format not in FORMATS:
         raise CohortError(f"unknown format {format!r}; choose one of {', '.join(FORMATS)}")
     if not root.is_dir():

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,13 @@ def shown(uri: str | os.PathLike[str]) -> str:
         return str(uri)
     # up to the last @: a secret may itself hold any character, a slash included
     return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
+
+
+def local_path(place: str | os.PathLike[str], what: str) -> Path:
+    """The path of what must lie on a file system; a URI would become a folder named after its credentials."""
+    if "://" in str(place):
+        raise CohortError(f"{what} {shown(place)} is a URI; only a cohort can be one, give a folder")
+    return Path(place)
 
 
 @functools.lru_cache(maxsize=32)

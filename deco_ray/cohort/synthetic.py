@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 from deco_ray.cohort.presets import Preset, preset_named
 from deco_ray.cohort.schema import CohortMeta
 from deco_ray.cohort.splits import new_split, save_split
-from deco_ray.cohort.store import Cohort
+from deco_ray.cohort.store import Cohort, shown
 from deco_ray.cohort.writer import CohortWriter, SlideFeatures
 from deco_ray.errors import CohortError
 from deco_ray.keys import generator
@@ -53,7 +53,7 @@ def synthesize(path: str | Path, preset: str = "panda_lt", scale: float = 0.1, s
     made = preset_named(preset)
     final = Path(path)
     if "://" in str(path):
-        raise CohortError(f"synthetic cohorts are written to a local folder, not to {path}; copy it there afterwards")
+        raise CohortError(f"synthetic cohorts are written to a local folder; copy it to {shown(path)} afterwards")
     if not 0 < scale <= 1:
         raise CohortError(f"scale {scale} must lie in (0, 1]: it is the share of the paper's slides")
     if final.exists():

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from deco_ray.cluster import start_ray
+from deco_ray.cohort.store import local_path
 from deco_ray.config import Config, ResourceSection
 from deco_ray.errors import ConfigError, DecoError
 from deco_ray.results.redact import redact
@@ -52,7 +53,7 @@ def absolute(config: Config) -> Config:
 
 def check_storage(storage: str) -> Path:
     """The storage folder, writable, or a message that says what to do."""
-    path = Path(storage)
+    path = local_path(storage, "storage")
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".write-test-{os.getpid()}"

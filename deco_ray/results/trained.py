@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from deco_ray.artefacts import RECORD, ArtefactStore
+from deco_ray.cohort.store import local_path
 from deco_ray.config import CounterfactualSection, MaskingSection
 from deco_ray.errors import DecoError, ModelError
 from deco_ray.models.saved import FACTS
@@ -49,7 +50,7 @@ class Evidence:
 
 def report_folder(path: str | Path) -> Path:
     """The folder of a report: given itself, by its report.html, or by the storage it lies in (then the newest)."""
-    given = Path(path)
+    given = local_path(path, "the run")
     folder = given.parent if given.is_file() else given
     if (folder / RESULTS).is_file():
         return folder

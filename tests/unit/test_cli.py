@@ -1,6 +1,7 @@
 """The command line: one clean message for what a user can mend, help a newcomer understands, nothing loaded early."""
 
 import errno
+import os
 import subprocess
 import sys
 
@@ -46,6 +47,48 @@ def test_errors_for_the_user_come_without_a_traceback(capsys, monkeypatch):
     monkeypatch.setenv(cli.TRACEBACK, "1")
     assert cli.guarded(raising(CohortError("slide s1 is empty")), []) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_no_message_tells_a_password(capsys, monkeypatch):
+    monkeypatch.delenv(cli.TRACEBACK, raising=False)
+    assert cli.guarded(raising(CohortError("cannot open s3://KEY:hunter2@bucket/x: no such bucket")), []) == 1
+    assert capsys.readouterr().err == "error: cannot open s3://***@bucket/x: no such bucket\n"
+
+
+URI = "s3://KEY:hunter2@bucket/x"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ingest", "feats", URI],
+        ["ingest", URI, "cohort"],
+        ["synth", "--out", URI],
+        ["predict", "--run", URI, "--features", "f", "--out", "g.csv"],
+        ["run", "--set", f"storage={URI}"],
+        ["run", "--set", f"tracking.uri=[{URI}]"],
+        ["doctor", "--set", f"storage={URI}"],
+    ],
+)
+def test_a_uri_where_a_folder_belongs_is_refused_without_its_password(capsys, monkeypatch, tmp_path, command):
+    monkeypatch.delenv(cli.TRACEBACK, raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(command) == 1
+    told = "".join(capsys.readouterr())
+    assert "bucket/x" in told
+    assert "hunter2" not in told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", ["--help", "doctor"])
+def test_a_reader_that_has_gone_is_no_error(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "deco_ray.cli", arguments]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert ended.returncode == 141
+    assert ended.stderr == ""
 
 
 def test_a_full_disk_anywhere_is_told_without_a_traceback(capsys):

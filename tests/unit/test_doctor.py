@@ -94,10 +94,10 @@ def test_a_card_that_torch_cannot_use_and_gpus_nobody_has(monkeypatch):
 
 def test_storage_that_is_full_or_a_file(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    assert "not a folder one can write to" in problems(doctor.check_storage, tmp_path / "file" / "runs")[0]
+    assert "not a folder one can write to" in problems(doctor.check_storage, str(tmp_path / "file" / "runs"))[0]
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10 * GB, 9 * GB, GB))
-    assert problems(doctor.check_storage, tmp_path / "runs") == [
+    assert problems(doctor.check_storage, str(tmp_path / "runs")) == [
         f"only 1.0 GB free at {tmp_path}: models and checkpoints need 5 GB"
     ]
 
