@@ -7,15 +7,14 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import socket
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from deco_ray.address import ray_address, reachable
 from deco_ray.config import Config, load_config
 from deco_ray.results.redact import redact
 
@@ -213,27 +212,6 @@ def authentication_problems(mode: str | None, has_token: bool) -> list[str]:
     if mode not in (None, "token", "disabled", "k8s"):
         return [f"RAY_AUTH_MODE={mode} means nothing to Ray: use token, or disabled on a machine nobody else reaches"]
     return []
-
-
-def ray_address(environ: Mapping[str, str]) -> str | None:
-    """Where `ray.init()` would look for a running cluster; read from Ray's own note, without importing Ray."""
-    given = environ.get("RAY_ADDRESS")
-    if given and given not in ("auto", "local"):
-        return given.split("://")[-1]
-    note = Path(environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "ray_current_cluster"
-    try:
-        return note.read_text().strip() or None
-    except OSError:
-        return None
-
-
-def reachable(address: str, timeout_s: float = 1.0) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout_s):
-            return True
-    except (OSError, ValueError):
-        return False
 
 
 def check_storage(findings: Findings, storage: str) -> None:

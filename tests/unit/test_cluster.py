@@ -1,5 +1,7 @@
 """How Ray is joined or started, without a Ray."""
 
+import socket
+
 import pytest
 import ray
 
@@ -37,8 +39,16 @@ def test_without_an_address_ray_starts_here_and_joins_nobody(starts):
     assert [(one["address"], one["include_dashboard"]) for one in starts] == [("local", False)]
 
 
-def test_with_an_address_ray_is_joined_as_it_is(starts, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+@pytest.fixture
+def listening(monkeypatch):
+    """An address at which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        yield address
+
+
+def test_with_an_address_ray_is_joined_as_it_is(starts, listening):
     start_ray(include_dashboard=False)
     assert len(starts) == 1
     assert not {"address", "include_dashboard"} & starts[0].keys()  # Ray reads the variable itself
@@ -63,9 +73,26 @@ def test_a_start_that_keeps_failing_is_told_with_where_to_look(starts):
     assert len(starts) == STARTS
 
 
-def test_an_address_that_does_not_answer_is_told_at_once(starts, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+def test_a_cluster_that_refuses_is_told_at_once(starts, listening):
     starts.failures = [ConnectionError("Failed to connect")]
-    with pytest.raises(DecoError, match=r"cannot reach Ray at RAY_ADDRESS=10.0.0.1:6379: Failed.*Unset RAY_ADDRESS"):
+    with pytest.raises(DecoError, match=rf"cannot reach Ray at RAY_ADDRESS={listening}: Failed.*Unset RAY_ADDRESS"):
         start_ray()
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize("address", ["{}", "ray://{}", "127.0.0.1", "127.0.0.1:none"])
+def test_an_address_where_nobody_listens_is_told_without_ray(starts, monkeypatch, address):
+    """Ray would try for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = address.format(f"127.0.0.1:{gone.getsockname()[1]}")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(DecoError, match=rf"RAY_ADDRESS={address}: nobody answers.*Unset RAY_ADDRESS"):
+        start_ray()
+    assert starts == []
+
+
+@pytest.mark.parametrize("address", ["auto", "local"])
+def test_an_address_ray_finds_itself_is_left_to_it(starts, monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    start_ray()
     assert len(starts) == 1
