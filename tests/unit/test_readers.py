@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
 
 import h5py
 import numpy as np
@@ -330,3 +331,85 @@ def test_h5_with_anything_but_numbers_is_not_read(tmp_path):
         file.create_dataset("features", (3,), h5py.vlen_dtype(np.float32))
     with pytest.raises(Unreadable, match="the dataset features does not hold numbers"):
         READERS["trident"](tmp_path / "b.h5")
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        b"\x80\x02Nr" + struct.pack("<I", 2**24) + b".",
+        b"\x80\x02Np16777216\n.",
+        b"\x80\x05\x96" + struct.pack("<Q", 2**27) + b".",
+        b"\x80\x02" + 1000 * b"N0" + b"N.",
+    ],
+    ids=["place", "place in digits", "length", "steps"],
+)
+def test_a_pickle_gets_no_room_for_what_it_only_states(tmp_path, hostile, monkeypatch):
+    """The unpickler would take 128 MB for each of the first three; larger numbers would take any machine's memory."""
+    (tmp_path / "a.pt").write_bytes(hostile)
+    monkeypatch.setattr("deco_ray.cohort.readers.pickled_array._Unpickler", None)  # it must not get that far
+    with pytest.raises(Unreadable, match=r"(more steps than an array has|expected 134217728 bytes).*bare tensor"):
+        READERS["pt"](tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_an_h5_dataset_that_was_not_written_is_refused(tmp_path, written):
+    """HDF5 would fill it with 400 MB of ones."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("features", (10**5, 1024), "f4", chunks=(10, 1024), fillvalue=1)[:written] = 2
+        file["coords"] = np.zeros((10**5, 2), np.int32)
+    for format in ("clam", "trident", "stamp"):
+        with pytest.raises(Unreadable, match=r"the dataset features of shape \(100000, 1024\) was not written.*again"):
+            READERS[format](tmp_path / "a.h5")
+
+
+def test_a_small_h5_dataset_that_was_not_written_is_refused_too(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["features"] = bag()
+        file.create_dataset("coords", (6, 2), "i4")
+    with pytest.raises(Unreadable, match=r"the dataset coords .* holds 0 bytes of its 48; extract the slide again"):
+        READERS["clam"](tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize("name", ["features", "coords"])
+def test_an_h5_dataset_without_a_shape_is_refused(tmp_path, name):
+    path = write_h5(tmp_path / "a.h5", **({"features": bag(), "coords": GRID} | {name: h5py.Empty("f4")}))
+    with pytest.raises(Unreadable, match=f"the dataset {name} holds nothing"):
+        READERS["clam"](path)
+
+
+def test_h5_features_that_compress_well_are_read(tmp_path):
+    sparse = np.zeros((20_000, 1024), np.float32)
+    sparse[:, ::50] = generator(0, "sparse").normal(size=(20_000, 21))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("features", data=sparse, chunks=(1000, 1024), compression="gzip", shuffle=True)
+        assert file["features"].id.get_storage_size() * 10 < sparse.nbytes
+    np.testing.assert_array_equal(READERS["clam"](tmp_path / "a.h5").features, sparse)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_larger_than_its_file_is_refused(tmp_path, dtype, old):
+    rows = torch.ones(1, 1, dtype=dtype).expand(3_000_000, 1024)
+    for content in (rows, {"features": torch.ones(6, 4), "coords": rows}):
+        torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
+        with pytest.raises(Unreadable, match=r"a tensor of shape \(3000000, 1024\).* in a file of .*clone"):
+            READERS["pt"](tmp_path / "a.pt")
+
+
+def test_a_part_of_a_larger_tensor_is_read(tmp_path):
+    torch.save(torch.from_numpy(bag(60))[::2], tmp_path / "a.pt")
+    np.testing.assert_array_equal(READERS["pt"](tmp_path / "a.pt").features, bag(60)[::2])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["sparse", "of no device", "nested", "eight bits"])
+def test_a_tensor_that_numpy_has_no_array_for_is_refused(tmp_path, kind):
+    content = {
+        "sparse": lambda: torch.eye(4).to_sparse(),
+        "of no device": lambda: torch.empty(6, 4, device="meta"),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)]),
+        "eight bits": lambda: torch.ones(6, 4).to(torch.float8_e4m3fn),
+    }[kind]()
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(Unreadable, match=r"no plain array.*save it dense"):
+        READERS["pt"](tmp_path / "a.pt")

@@ -14,6 +14,9 @@ import numpy as np
 from deco_ray.cohort.readers.raw import Unreadable
 
 NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT)
+# features lose a half to compression, sparse ones a few times that; only constants reach gzip's 1000 to 1
+MOST_COMPRESSED = 100
+ANY_COMPRESSION = 64 * 2**20  # bytes that any machine has: the coordinates of a regular grid compress very well
 
 
 @contextlib.contextmanager
@@ -53,10 +56,24 @@ def dataset(file: h5py.File, *names: str) -> h5py.Dataset:
             # looked at before anything is read: HDF5 itself can crash on damaged data of variable length
             if found.id.get_type().get_class() not in NUMBERS:
                 raise Unreadable(f"the dataset {name} does not hold numbers")
+            _check_stored(found, file)
             return found
     # a damaged name comes as bytes or with surrogates, which no terminal prints
     held = ", ".join(sorted(str(key).encode("utf-8", "backslashreplace").decode() for key in file)) or "nothing"
     raise Unreadable(f"no dataset {' or '.join(names)} in the file, which holds {held}")
+
+
+def _check_stored(found: h5py.Dataset, file: h5py.File) -> None:
+    """Refuse a size that is only stated: HDF5 fills what nobody wrote, to any size, from a file of a kilobyte."""
+    name = found.name.lstrip("/")
+    if found.shape is None:
+        raise Unreadable(f"the dataset {name} holds nothing, not even a shape; extract the slide again")
+    stored = min(found.id.get_storage_size(), file.id.get_filesize())  # its parts can lie in the same place
+    if found.nbytes and (not stored or found.nbytes > max(ANY_COMPRESSION, MOST_COMPRESSED * stored)):
+        raise Unreadable(
+            f"the dataset {name} of shape {found.shape} was not written, or only a small part of it: "
+            f"the file holds {stored:,} bytes of its {found.nbytes:,}; extract the slide again"
+        )
 
 
 def array(file: h5py.File, name: str) -> np.ndarray | None:

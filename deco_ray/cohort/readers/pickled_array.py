@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from deco_ray.cohort.readers.raw import Unreadable
 
+MOST_STEPS = 200  # of a pickle; NumPy spells an array in 49 to 65, whatever its size
 NUMERIC = {"f2", "f4", "f8", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
 
 
@@ -96,10 +98,23 @@ class _Unpickler(pickle.Unpickler):
         return KNOWN[f"{module}.{name}"]
 
 
+def check_steps(data: bytes) -> None:
+    """Refuse more steps than an array takes, and lengths or memo places that the pickle only states.
+
+    The unpickler makes room for whatever is stated: nine bytes that put something in place 2^32 take 64 GB.
+    """
+    for number, (step, argument, _) in enumerate(pickletools.genops(data)):  # which reads no more than there is
+        place = (argument or 0) if step.name in ("PUT", "BINPUT", "LONG_BINPUT") else 0
+        if max(number, place) >= MOST_STEPS:
+            raise pickle.UnpicklingError("more steps than an array has")
+
+
 def load(path: Path) -> Array:
     """The array; anything else in the pickle is refused unopened."""
     try:
-        content = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        data = path.read_bytes()
+        check_steps(data)
+        content = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # damaged bytes make the unpickler fail in any way
         reason = str(error) or type(error).__name__
         raise Unreadable(

@@ -28,8 +28,9 @@ def read(path: Path) -> RawSlide:
         coords = next((content[name] for name in COORDS if content.get(name) is not None), None)
         size = number(content.get("patch_size_level0"))
         content = _features_of(content)
-    features = bag_features(_array(content))
-    return RawSlide(features, None if coords is None else pixel_coords(_array(coords), len(features)), size)
+    most = path.stat().st_size
+    features = bag_features(_array(content, most))
+    return RawSlide(features, None if coords is None else pixel_coords(_array(coords, most), len(features)), size)
 
 
 def load(path: Path) -> Any:
@@ -68,10 +69,19 @@ def _features_of(content: dict) -> Any:
     return bags[0]
 
 
-def _array(value: Any) -> np.ndarray:
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-        return value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()
+def _array(value: Any, file_bytes: int) -> np.ndarray:
     if isinstance(value, pickled_array.Array):
         return value.found
-    raise Unreadable(f"holds a {type(value).__name__}; expected a tensor or an array")
+    if not isinstance(value, torch.Tensor):
+        raise Unreadable(f"holds a {type(value).__name__}; expected a tensor or an array")
+    try:
+        size = value.numel() * value.element_size()
+        if size > file_bytes:  # rows that repeat one stored row, or memory that nothing was stored for
+            raise Unreadable(
+                f"holds a tensor of shape {tuple(value.shape)}, {size:,} bytes, in a file of {file_bytes:,}; "
+                "save the features themselves (expanded ones with `.clone()`)"
+            )
+        value = value.detach()
+        return value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()
+    except (TypeError, RuntimeError) as error:
+        raise Unreadable(f"holds a tensor of a kind that has no plain array ({error}); save it dense") from error
