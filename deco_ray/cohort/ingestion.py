@@ -92,7 +92,7 @@ def ingest(
     try:
         # what must fail anyway is checked to the end, for one complete report, but not written
         parts = _run(folder, files, None if problems and on_error == "stop" else work)
-        relative = {file.slide_id: str(file.path.relative_to(folder.root)) for file in files}
+        relative = dict(folder.names)
         outcomes = [outcome for part in parts for outcome in part.outcomes]
         problems += [Problem(o.slide_id, relative[o.slide_id], o.reason) for o in outcomes if o.reason]
         good = {outcome.slide_id for outcome in outcomes if not outcome.reason}
@@ -129,7 +129,7 @@ def _labelled(
     unlabelled: bool,
 ) -> tuple[dict[str, tuple[str, int]], Classes, list[Problem]]:
     """Case and class of each usable slide, the classes, and what is wrong with the others."""
-    files = [(file.slide_id, str(file.path.relative_to(folder.root))) for file in folder.files]
+    files = folder.names
     problems = check_files(files)
     if unlabelled:
         given = resolve_classes(classes, normal_class, [], None) if classes is not None else Classes(())

@@ -87,11 +87,11 @@ def check_slide_id(slide_id: Any) -> str:
         or "/" in text
         or "\\" in text
         or ".." in text
-        or any(ord(c) < 32 for c in text)
+        or any(ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in text)  # surrogates: bytes that are no UTF-8
         or len(text) > 200
     ):
         raise CohortError(
-            f"slide id {text!r} is empty, over 200 characters, or holds a path separator, '..' or a control "
-            "character; rename the slide"
+            f"slide id {text!r} is empty, over 200 characters, or holds a path separator, '..', a control character "
+            "or bytes that are not UTF-8; rename the slide"
         )
     return text

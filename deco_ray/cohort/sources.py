@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deco_ray.cohort.readers import Unreadable, hdf5
+from deco_ray.cohort.readers.raw import printable
 from deco_ray.cohort.store import local_path
 from deco_ray.errors import CohortError
 
@@ -31,6 +32,11 @@ class Folder:
     files: tuple[Source, ...]
     encoder: str | None = None
 
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """Slide id and path below the folder of every file, for messages and tables."""
+        return [(file.slide_id, printable(file.path.relative_to(self.root))) for file in self.files]
+
 
 def discover(source: str | Path, format: str = "auto", encoder: str | None = None) -> Folder:
     """The feature files below `source`: a CLAM or TRIDENT output folder, or a folder of files."""
@@ -47,8 +53,9 @@ def discover(source: str | Path, format: str = "auto", encoder: str | None = Non
         wanted = ", ".join(sorted(set(ENDINGS.values()) if format == "auto" else {ENDINGS[format]}))
         raise CohortError(f"no feature files ({wanted}) in {root}, its h5_files, pt_files or features_<encoder>")
     found = ending[1:] if ending != ".h5" else format if format != "auto" else _h5_format(paths)
-    files = sorted((Source(path.stem, path) for path in paths), key=lambda file: (file.slide_id, file.path.name))
-    named = folder.name.removeprefix("features_") if folder.name.startswith("features_") else None
+    sources = [Source(printable(path.stem), path) for path in paths]
+    files = sorted(sources, key=lambda file: (file.slide_id, file.path.name))
+    named = printable(folder.name.removeprefix("features_")) if folder.name.startswith("features_") else None
     return Folder(found, root, tuple(files), encoder or named)
 
 

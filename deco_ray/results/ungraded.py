@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deco_ray.cohort.labels import Classes, check_files, read_labels
 from deco_ray.cohort.readers import READERS, Unreadable
-from deco_ray.cohort.readers.raw import check_values
+from deco_ray.cohort.readers.raw import check_values, printable
 from deco_ray.cohort.schema import UNLABELLED
 from deco_ray.cohort.sources import Folder, discover
 from deco_ray.cohort.store import Cohort, shown, unit_rows
@@ -67,14 +67,13 @@ class FolderSlides:
 
     @classmethod
     def open(cls, folder: Folder) -> FolderSlides:
-        names = [(file.slide_id, str(file.path.relative_to(folder.root))) for file in folder.files]
-        rejected = {problem.slide_id: f"{problem.file}: {problem.reason}" for problem in check_files(names)}
+        rejected = {problem.slide_id: f"{problem.file}: {problem.reason}" for problem in check_files(folder.names)}
         why = ""
         for file in folder.files:
             try:
                 return cls(folder, READERS[folder.format](file.path).features.shape[1], rejected)
             except (Unreadable, OSError) as error:
-                why = why or f"{file.path.name}: {error}"
+                why = why or f"{printable(file.path.name)}: {error}"
         raise CohortError(f"none of the {len(folder.files)} feature files of {folder.root} can be read; {why}")
 
     @property

@@ -147,6 +147,7 @@ def test_every_problem_of_a_folder_is_told_at_once_and_nothing_is_written(tmp_pa
     (files / "007.h5").write_text("not HDF5")
     shutil.copy(files / "008.h5", files / "unlabelled.h5")
     shutil.copy(files / "008.h5", files / "a..b.h5")
+    shutil.copy(files / "008.h5", files / os.fsdecode(b"\xff.h5"))
     with open(source / "labels.csv", "a") as file:
         file.write("c,gone,itc\nc,009,itc\nc,../up,itc\nc,010x,ITC\n")
     shutil.copy(files / "008.h5", files / "010x.h5")
@@ -165,6 +166,7 @@ def test_every_problem_of_a_folder_is_told_at_once_and_nothing_is_written(tmp_pa
         "slide 007 (h5_files/007.h5): truncated or not an HDF5 file",
         "slide unlabelled (h5_files/unlabelled.h5): has no label in labels.csv",
         "slide a..b (h5_files/a..b.h5): slide id 'a..b'",
+        r"slide \udcff (h5_files/\udcff.h5): slide id",
         "slide gone (labels.csv): labelled but has no feature file",
         "slide 009 (labels.csv): duplicate slide id",
         "slide ../up (labels.csv): slide id '../up'",
@@ -182,6 +184,7 @@ def test_every_problem_of_a_folder_is_told_at_once_and_nothing_is_written(tmp_pa
         *(f"{i:03d}" for i in (0, 1, 2, 3, 4, 5, 6, 7, 9)),
         "unlabelled",
         "a..b",
+        r"\udcff",
         "gone",
         "../up",
         "010x",

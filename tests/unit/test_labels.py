@@ -97,6 +97,7 @@ def test_everything_that_does_not_match_is_named():
 
 
 def test_unusable_and_repeated_file_names_are_named():
-    problems = check_files([("a", "x/a.pt"), ("a", "y/a.pt"), ("b..c", "b..c.pt")])
+    problems = check_files([("a", "x/a.pt"), ("a", "y/a.pt"), ("b..c", "b..c.pt"), ("d\udcff", "d.pt")])
     assert "duplicate slide id: x/a.pt has it too" in str(problems[0])
     assert "'..'" in str(problems[1])
+    assert r"slide id 'd\udcff'" in problems[2].reason

@@ -122,6 +122,16 @@ def test_a_folder_of_features_is_read_where_it_lies_and_bad_files_are_named(fold
     assert sorted(path.name for path in tmp_path.iterdir()) == ["features"]  # no copy is left or made
 
 
+def test_a_feature_file_whose_name_is_not_utf_8_is_listed_among_the_rejected(tmp_path):
+    folder = write_features(tmp_path / "features", 2)
+    (folder / "n1.npy").rename(folder / os.fsdecode(b"n1\xff.npy"))
+    slides = open_slides(str(folder))
+    assert list(slides.sizes()) == ["n0"]
+    assert list(slides.rejected) == [r"n1\udcff"]
+    write_predictions(tmp_path / "p.csv", pd.DataFrame({"slide_id": ["n0"]}), slides.rejected)
+    assert pd.read_csv(rejected_path(tmp_path / "p.csv"))["slide_id"].tolist() == [r"n1\udcff"]
+
+
 def test_tasks_hold_each_slide_once_in_order():
     sizes = {f"s{number}": 5 * 2**20 * (1 + number % 4) for number in range(40)}
     found = list(shares(sizes))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import h5py
 import numpy as np
 import pytest
 
+from deco_ray.cohort.labels import check_files
 from deco_ray.cohort.sources import discover
 from deco_ray.errors import CohortError
 
@@ -62,6 +65,17 @@ def test_the_format_is_told_from_the_first_file_that_opens(tmp_path):
     with h5py.File(tmp_path / "a.h5") as file, pytest.raises(RuntimeError):
         "feats" in file  # noqa: B015
     assert found(tmp_path) == ("trident", ["a.h5", "b.h5"])
+
+
+def test_a_name_that_is_not_utf_8_is_given_in_words_that_can_be_written(tmp_path):
+    touch(tmp_path / os.fsdecode(b"x\xff/features_\xfe/a\xff.pt"))
+    folder = discover(tmp_path / os.fsdecode(b"x\xff"))
+    assert folder.names == [(r"a\udcff", r"features_\udcfe/a\udcff.pt")]
+    assert folder.encoder == r"\udcfe"
+    assert folder.files[0].path.is_file()
+    (problem,) = check_files(folder.names)
+    assert "bytes that are not UTF-8; rename the slide" in problem.reason
+    str(problem).encode()
 
 
 def test_nothing_to_read_is_said(tmp_path):

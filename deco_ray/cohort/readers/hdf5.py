@@ -58,8 +58,7 @@ def dataset(file: h5py.File, *names: str) -> h5py.Dataset:
                 raise Unreadable(f"the dataset {name} does not hold numbers")
             _check_stored(found, file)
             return found
-    # a damaged name comes as bytes or with surrogates, which no terminal prints
-    held = ", ".join(sorted(str(key).encode("utf-8", "backslashreplace").decode() for key in file)) or "nothing"
+    held = ", ".join(sorted(map(str, file))) or "nothing"  # a damaged name comes as bytes
     raise Unreadable(f"no dataset {' or '.join(names)} in the file, which holds {held}")
 
 

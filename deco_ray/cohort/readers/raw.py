@@ -11,8 +11,16 @@ import numpy as np
 COORDINATE_LIMIT = 2**31 - 1  # stored as int32
 
 
+def printable(text: object) -> str:
+    """A name or reason as UTF-8 can hold it; bytes that are none become `\\udcff`, say: no slide id has a backslash."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
+
+
 class Unreadable(Exception):
     """Why a feature file cannot be used; ingest adds the slide and the file."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(printable(reason))  # it can quote damaged names and bytes, and is written to tables
 
 
 @dataclass(frozen=True)
