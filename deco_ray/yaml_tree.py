@@ -30,10 +30,16 @@ class _StrictLoader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, "too many merged keys", node.start_mark)
 
 
-def parse_yaml(text: str, what: str) -> Any:
-    """YAML as plain values, few and shallow enough for every later step to walk them."""
+class _TextLoader(_StrictLoader):
+    """The same, with every value the text that was written."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012
+
+
+def parse_yaml(text: str, what: str, all_text: bool = False) -> Any:
+    """YAML as plain values or as texts, few and shallow enough for every later step to walk them."""
     try:
-        value = yaml.load(text, _StrictLoader)
+        value = yaml.load(text, _TextLoader if all_text else _StrictLoader)
     except RecursionError:
         raise ConfigError(f"{what} cannot be read as YAML: it is nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:

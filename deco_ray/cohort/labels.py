@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from deco_ray.cohort.schema import UNLABELLED, check_slide_id
-from deco_ray.errors import CohortError
+from deco_ray.errors import CohortError, ConfigError
+from deco_ray.yaml_tree import parse_yaml
 
 CLASSES_FILE = "classes.yaml"  # looked for beside the labels
+COLUMNS = ("case_id", "slide_id", "label")
 MOST_CLASSES = 1000  # of labels that are numbers: more is an id or a slip of the pen, and each number makes a class
 
 
@@ -60,7 +60,8 @@ def read_labels(path: str | Path) -> list[LabelRow]:
     """Rows of the CSV in its order; a missing case_id means the slide is its own case."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
+            reader = csv.DictReader(file)
+            rows, header = list(reader), list(reader.fieldnames or [])
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise CohortError(f"cannot read the labels {path}: {error}") from error
     columns = list(rows[0]) if rows else []
@@ -70,7 +71,10 @@ def read_labels(path: str | Path) -> list[LabelRow]:
             f"labels {path}: no column {', '.join(missing)} (found {', '.join(map(str, columns)) or 'no rows'}); "
             "expected case_id,slide_id,label"
         )
-    cells = [{name: (row.get(name) or "").strip() for name in ("slide_id", "case_id", "label")} for row in rows]
+    repeated = [name for name in COLUMNS if header.count(name) > 1]
+    if repeated:
+        raise CohortError(f"labels {path}: more than one column {', '.join(repeated)}; keep one, rename the others")
+    cells = [{name: (row.get(name) or "").strip() for name in COLUMNS} for row in rows]
     return [
         LabelRow(row["slide_id"], row["case_id"] or row["slide_id"], row["label"]) for row in cells if any(row.values())
     ]
@@ -96,8 +100,8 @@ def resolve_classes(
 
 def _classes_file(path: Path) -> tuple[tuple[str, ...], str | int | None]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # all text: `no` and `007` stay names
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        content = parse_yaml(path.read_text(encoding="utf-8"), "it", all_text=True)  # `no` and `007` stay names
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise CohortError(f"cannot read the classes {path}: {error}") from error
     held = content if isinstance(content, dict) else {}
     names, normal = held.get("classes"), held.get("normal_class")

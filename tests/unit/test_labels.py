@@ -25,13 +25,32 @@ def test_missing_columns_are_named(tmp_path):
         read_labels(tmp_path / "none.csv")
 
 
+@pytest.mark.parametrize(
+    ("header", "named"),
+    [
+        ("slide_id,label,label", "label"),
+        ("slide_id,slide_id,label", "slide_id"),
+        ("case_id,slide_id,label,case_id", "case_id"),
+    ],
+)
+def test_a_column_given_twice_is_named(tmp_path, header, named):
+    path = write(tmp_path / "labels.csv", f"{header}\n1,2,3,4\n")
+    with pytest.raises(CohortError, match=rf"labels\.csv: more than one column {named}; keep one"):
+        read_labels(path)
+
+
+def test_columns_nobody_reads_may_repeat(tmp_path):
+    path = write(tmp_path / "labels.csv", "slide_id,note,label,note\na,x,1,y\n")
+    assert read_labels(path) == [LabelRow("a", "a", "1")]
+
+
 def test_classes_come_from_arguments_yaml_or_integers(tmp_path):
     assert resolve_classes(["a", "b"], "b", [], None) == Classes(("a", "b"), 1)
     assert resolve_classes(["a", "b"], 1, [], None) == Classes(("a", "b"), 1)
     assert resolve_classes(None, None, ["2", "0", "10"], None).names == tuple(map(str, range(11)))
-    path = write(tmp_path / "classes.yaml", "classes: [no, 007, yes]\nnormal_class: 007\n")
-    assert resolve_classes(path, None, [], None) == Classes(("no", "007", "yes"), 1)
-    assert resolve_classes(None, "yes", ["no"], tmp_path) == Classes(("no", "007", "yes"), 2)
+    path = write(tmp_path / "classes.yaml", "classes: [no, 007, yes, ~, 1e3, 2020-01-01]\nnormal_class: 007\n")
+    assert resolve_classes(path, None, [], None) == Classes(("no", "007", "yes", "~", "1e3", "2020-01-01"), 1)
+    assert resolve_classes(None, "yes", ["no"], tmp_path).normal == 2
 
 
 @pytest.mark.parametrize(
@@ -51,6 +70,13 @@ def test_unclear_classes_are_refused(classes, normal, message):
 def test_a_yaml_without_classes_is_refused(tmp_path):
     with pytest.raises(CohortError, match="must hold `classes"):
         resolve_classes(write(tmp_path / "c.yaml", "names: [a]"), None, [], None)
+
+
+@pytest.mark.parametrize("key", ["classes", "normal_class", "note"])
+def test_a_yaml_with_a_key_twice_is_refused(tmp_path, key):
+    text = f"classes: [a, b]\nnormal_class: a\nnote: x\n{key}: [b, a]\n"
+    with pytest.raises(CohortError, match=rf"cannot read the classes .*c\.yaml: [\s\S]*'{key}' twice[\s\S]*line 4"):
+        resolve_classes(write(tmp_path / "c.yaml", text), None, [], None)
 
 
 @pytest.mark.parametrize("text", ["[" * 2000, "classes: [a, b]\nnormal_class: [a]", "classes: &c [a, *c]"])
