@@ -61,8 +61,8 @@ def _outline(points: Any, path: Path, hole: bool = False) -> Lesion:
         array = np.asarray([point[:2] for point in points], dtype=float)
     except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:  # JSON has integers of any size
         raise DecoError(f"{path}: an outline holds something that is not a pair of numbers") from error
-    if array.ndim != 2 or len(array) < 3 or not np.isfinite(array).all():
-        raise DecoError(f"{path}: an outline needs at least three finite points")
+    if array.shape[1:] != (2,) or len(array) < 3 or not np.isfinite(array).all():
+        raise DecoError(f"{path}: an outline needs at least three finite points of two coordinates each")
     return Lesion(array, hole)
 
 

@@ -204,6 +204,8 @@ def test_all_annotation_formats_mark_the_same_patches(tmp_path):
         ("a.json", '{"type": "Nonsense"}', "'Nonsense' is not a GeoJSON type"),
         ("a.json", '{"type": "Polygon", "coordinates": [[[1, "x"]]]}', "not a pair of numbers"),
         ("a.json", '{"type": "Polygon", "coordinates": [[[1, 2], [2, 3]]]}', "three finite points"),
+        ("a.json", '{"type": "Polygon", "coordinates": [[[1], [2], [3]]]}', "two coordinates each"),
+        ("a.json", '{"type": "Polygon", "coordinates": [[[], [], []]]}', "two coordinates each"),
         ("a.json", '{"type": "Polygon", "coordinates": [[[1, 1' + "0" * 400 + "]]]}", "not a pair of numbers"),
         ("a.json", '{"type": "GeometryCollection", "geometries": [' * 50_000, "cannot be read as GeoJSON"),
         ("a.xml", "<a", "cannot be read as XML"),
@@ -217,6 +219,12 @@ def test_bad_annotations_are_named(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(DecoError, match=message):
         read_lesions(tmp_path / name, (100, 100))
+
+
+def test_the_altitude_of_a_point_is_ignored(tmp_path):
+    high = [[*point, 77] for point in SQUARE]
+    (tmp_path / "a.json").write_text(json.dumps({"type": "Polygon", "coordinates": [high]}))
+    np.testing.assert_array_equal(read_lesions(tmp_path / "a.json")[0].points, SQUARE)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be"])
