@@ -19,6 +19,7 @@ MASK_SUFFIXES = PLAIN_IMAGES | {".tif", ".tiff"}
 # ASAP groups that cut tissue out of a lesion: CAMELYON16's "_2" and "Exclusion", CAMELYON17's "normal"
 EXCLUDED_GROUPS = {"_2", "exclusion", "normal"}
 MASK_LONGEST = 2048
+MOST_OUTLINES = 100_000  # of a mask: specks of 6 x 6 pixels all over it; every patch is compared with every outline
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,14 @@ def _read_mask(path: Path, level0: tuple[int, int] | None) -> list[Lesion]:
         raise DecoError(f"mask {path} covers a slide of unknown size; the cohort has no level0_width for it")
     padded = np.pad(mask, 1).astype(float)  # lesions at the border close too
     scale = np.array([size[0] / mask.shape[1], size[1] / mask.shape[0]])
+    lines = contour_generator(z=padded).lines(0.5)
+    if len(lines) > MOST_OUTLINES:
+        raise DecoError(
+            f"mask {path} has {len(lines):,} separate outlines, more than the {MOST_OUTLINES:,} that lesions can have; "
+            "give a mask that is zero outside the lesions, without noise"
+        )
     lesions = []
-    for line in contour_generator(z=padded).lines(0.5):
+    for line in lines:
         points = (np.asarray(line) - 0.5) * scale  # pixel centres sit half a pixel in; the padding took one
         if len(points) >= 4:
             lesions.append(Lesion(points, hole=_signed_area(points) < 0))

@@ -235,6 +235,15 @@ def test_a_document_type_is_refused_in_any_encoding(tmp_path, encoding):
         read_lesions(tmp_path / "a.xml")
 
 
+def test_a_mask_of_countless_specks_is_refused_before_they_are_looked_at(tmp_path, monkeypatch):
+    specks = np.zeros((1000, 1000), np.uint8)
+    specks[::2, ::2] = 255  # 250,000
+    Image.fromarray(specks).save(tmp_path / "a.png")
+    monkeypatch.setattr("deco_ray.results.lesions._signed_area", None)
+    with pytest.raises(DecoError, match=r"mask .*a\.png has 250,000 separate outlines.*without noise"):
+        read_lesions(tmp_path / "a.png", (1000, 1000))
+
+
 def test_a_mask_needs_the_slide_size(tmp_path):
     annotations(tmp_path)
     with pytest.raises(DecoError, match="unknown size"):
