@@ -15,7 +15,7 @@ FEATURE_ENDINGS = (".pt", ".h5", ".npy", ".hdf5")
 def read_clam_split(path: str | Path) -> dict[str, str]:
     """Slide id -> train, val or test, from ragged columns of ids or from CLAM's table of booleans."""
     header, rows = _table(path)
-    columns = {part: header.index(part) for part in PARTS if part in header}
+    columns = _columns(path, header, "")
     if "train" not in columns:
         raise CohortError(f"{path} has the columns {', '.join(header)}; CLAM's splits have train,val,test")
     filled = [(part, row, row[at].strip()) for part, at in columns.items() for row in rows if at < len(row)]
@@ -29,7 +29,7 @@ def read_clam_split(path: str | Path) -> dict[str, str]:
 def read_mil_baseline_split(path: str | Path) -> dict[str, str]:
     """Slide id -> train, val or test, from ragged columns of feature paths; the file's name is the slide id."""
     header, rows = _table(path)
-    columns = {part: header.index(f"{part}_slide_path") for part in PARTS if f"{part}_slide_path" in header}
+    columns = _columns(path, header, "_slide_path")
     if "train" not in columns:
         raise CohortError(f"{path} has the columns {', '.join(header)}; expected train_slide_path,train_label,...")
     cells = [(part, _stem(row[at].strip())) for part, at in columns.items() for row in rows if at < len(row)]
@@ -57,6 +57,15 @@ def _table(path: str | Path) -> tuple[list[str], list[list[str]]]:
     if not rows:
         raise CohortError(f"the split {path} is empty")
     return [name.strip() for name in rows[0]], rows[1:]
+
+
+def _columns(path: str | Path, header: list[str], ending: str) -> dict[str, int]:
+    """Where the column of each part is; one given twice is refused, since only one would be read."""
+    names = {part: f"{part}{ending}" for part in PARTS}
+    for name in names.values():
+        if header.count(name) > 1:
+            raise CohortError(f"split {path}: more than one column {name}; keep one, rename the others")
+    return {part: header.index(name) for part, name in names.items() if name in header}
 
 
 def _stem(path: str) -> str:

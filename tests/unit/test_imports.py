@@ -42,6 +42,8 @@ def test_mil_baseline_paths_become_ids(tmp_path):
         ("", "is empty"),
         (",train,val,test\n0,,,\n", "names no slides"),
         ("train,val,test\nTrue", "booleans without the slide ids"),
+        (",train,val,test,train\n0,a,b,c,d\n", "more than one column train; keep one"),
+        ("train_slide_path,val_slide_path,val_slide_path\na,b,c\n", "more than one column val_slide_path; keep one"),
     ],
 )
 def test_what_is_no_split_is_refused(tmp_path, text, message):
