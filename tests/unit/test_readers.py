@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import tracemalloc
+import zipfile
 
 import h5py
 import numpy as np
@@ -394,6 +396,28 @@ def test_a_tensor_larger_than_its_file_is_refused(tmp_path, dtype, old):
         torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
         with pytest.raises(Unreadable, match=r"a tensor of shape \(3000000, 1024\).* in a file of .*clone"):
             READERS["pt"](tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("how", ["archive", "old stream", "packed"])
+def test_a_torch_file_gets_no_room_for_what_it_only_states(tmp_path, how):
+    """torch's own unpickler would make a gigabyte of zeros, or unpack a pickle of any size."""
+    path = tmp_path / "a.pt"
+    torch.save(torch.ones(6, 4), path, _use_new_zipfile_serialization=how != "old stream")
+    zeros = b"\x80\x02c__builtin__\nbytearray\nJ" + (10**9).to_bytes(4, "little") + b"\x85R."
+    if how == "old stream":
+        path.write_bytes(path.read_bytes()[:14] + zeros)
+    else:
+        with zipfile.ZipFile(path) as archive:
+            held = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in held.items():
+                described = zeros if how == "archive" else bytes(2**25)
+                archive.writestr(name, described if name.endswith("data.pkl") else content)
+    tracemalloc.start()
+    with pytest.raises(Unreadable, match="holds more than arrays"):
+        READERS["pt"](path)
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
 
 
 def test_a_part_of_a_larger_tensor_is_read(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from deco_ray.cohort.readers import pickled_array
 from deco_ray.cohort.readers.raw import RawSlide, Unreadable, bag_features, number, pixel_coords
 
 OLD_FORMAT = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")  # torch.save before version 1.6
+MOST_PICKLE = 16 * 2**20  # bytes of data.pkl, which names a few tensors; their data are files of their own
 FEATURES = ("features", "feats", "feature", "embeddings", "x")
 COORDS = ("coords", "coordinates")
 
@@ -38,6 +40,7 @@ def load(path: Path) -> Any:
     if head.startswith(b"\x80") and OLD_FORMAT not in head:  # neither torch's zip archive nor its older stream
         return pickled_array.load(path)
     try:
+        _check_pickle(path, head)
         with torch.serialization.safe_globals([(stand_in, name) for name, stand_in in pickled_array.KNOWN.items()]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=head.startswith(b"PK"))
     except pickle.UnpicklingError as error:
@@ -49,6 +52,22 @@ def load(path: Path) -> Any:
     except Exception as error:  # damaged bytes make the loader fail in any way, an assertion included
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise Unreadable(f"truncated or not a PyTorch file ({first})") from error
+
+
+def _check_pickle(path: Path, head: bytes) -> None:
+    """Refuse what torch's unpickler gives memory of any size for: a bytearray of a stated length, a packed pickle."""
+    if head.startswith(b"PK"):
+        with zipfile.ZipFile(path) as archive:
+            pickles = [item for item in archive.infolist() if item.filename.endswith("data.pkl")]
+            if any(item.file_size > MOST_PICKLE for item in pickles):
+                raise pickle.UnpicklingError("a description larger than any of arrays")
+            for item in pickles:
+                item.CRC = None  # type: ignore[assignment]  # torch can be told to write none
+            described = b"".join(map(archive.read, pickles))
+    else:
+        described = path.read_bytes()  # its data stands between the pickles
+    if b"bytearray" in described:
+        raise pickle.UnpicklingError("GLOBAL builtins.bytearray")
 
 
 def _head(path: Path) -> bytes:
