@@ -18,6 +18,6 @@ def job_parser(program: str, description: str, example: str) -> argparse.Argumen
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="override one key, for example --set training.epochs=5; may be repeated",
+        help="override one key; may be repeated, for example --set judge_training.epochs=5 --set training.epochs=5",
     )
     return parser

@@ -66,6 +66,17 @@ def check_method(config: Config) -> None:
             )
 
 
+def epoch_warnings(config: Config) -> list[str]:
+    """Judge and final model are set apart and stand side by side in the results: say it when one trains longer."""
+    judge, final = config.judge_training.epochs, config.training.epochs
+    if config.method != DECO or judge == final:
+        return []
+    return [
+        f"the judge trains {judge} epochs, the final model {final}: results compare the two all the same; "
+        "training.epochs is not the judge's, set judge_training.epochs too"
+    ]
+
+
 def _plain(config: Config, cohort: Cohort, split: Split, seed: int) -> tuple[Run, list[Stage]]:
     options = config.model.options if config.model.name == config.method else {}
     model = ModelSection(name=config.method, options=options)

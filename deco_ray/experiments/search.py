@@ -103,6 +103,8 @@ def load_search(path: str | Path, base: str | None, overrides: tuple[str, ...]) 
 def run_search(file: SearchFile, config: Config, board: Board) -> Found:
     study = Study(config)
     prepare(file, study, board)
+    for note in study.warnings:
+        board.say(f"note: {note}")
     site = study.site(config)
     key = digest({"search": file.model_dump(mode="json"), "split": site.split.digest})
     work = site.store.root / "work" / f"tune-{owner()}"  # swept by a later run, should this one be killed

@@ -16,7 +16,7 @@ from deco_ray.anchors import ensure_anchors
 from deco_ray.artefacts import owner
 from deco_ray.config import AnchorSection, Config
 from deco_ray.experiments.board import Board
-from deco_ray.experiments.methods import Run, anchors_digest, expand
+from deco_ray.experiments.methods import Run, anchors_digest, epoch_warnings, expand
 from deco_ray.experiments.schedule import Listener, Workplace, run_stages
 from deco_ray.experiments.session import concurrent_runs, connect
 from deco_ray.experiments.site import Site, open_site
@@ -36,6 +36,7 @@ class Study:
     anchors: dict[str, tuple[Site, AnchorSection]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     _opened: dict[str, Site] = field(default_factory=dict)
+    _warnings: list[str] = field(default_factory=list)  # about settings
 
     def site(self, config: Config) -> Site:
         """The site of a configuration; the same cohort and split are opened once."""
@@ -52,6 +53,7 @@ class Study:
         site = self.site(config)
         runs, stages = expand(config, site.cohort, site.split)
         self.graph.add(stages)
+        self._warnings += epoch_warnings(config)
         self.naive += sum(stage.kind == "model" for stage in stages)
         for stage in stages:
             if isinstance(stage, ScoreStage):
@@ -62,6 +64,12 @@ class Study:
             self.graph.results |= {run.model} | ({run.judge} if run.judge else set())
         self.runs += named
         return named
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader of the results must know about data and settings, each once."""
+        about_data = [note for site in self.sites.values() for note in site.warnings]
+        return list(dict.fromkeys(about_data + self._warnings))
 
     def missing(self) -> dict[str, Stage]:
         return self.graph.missing({digest: site.store for digest, site in self.sites.items()})

@@ -55,9 +55,8 @@ def execute_tracked(
     whatever else it is drawn from (`settings`: variant files, the contents of data files).
     """
     site = next(iter(study.sites.values()))
-    for opened in study.sites.values():
-        for note in opened.warnings:
-            board.say(f"note: {note}")
+    for note in study.warnings:
+        board.say(f"note: {note}")
     tracker = Tracker.open(study.base.tracking, Path(study.base.storage), site.cohort)
     if study.missing():
         tracker.warm_up()
@@ -72,8 +71,7 @@ def execute_tracked(
         if all(run.method == "judge" for run in done):  # judges alone are no result of what was asked for
             causes = "\n".join(f"  {stage}: {why}" for stage, why in failures.items())
             raise StageError(f"no run finished:\n{causes}")
-        told = [note for opened in study.sites.values() for note in opened.warnings]
-        told += [*notes(), *resume_warnings(done, study.sites)]
+        told = [*study.warnings, *notes(), *resume_warnings(done, study.sites)]
         told = list(dict.fromkeys([*told, *(f"{stage} failed: {why}" for stage, why in failures.items())]))
         report = _report(study, kind, title, told, sections, settings or {}, board)
         recorder.submit(lambda: _log(parent, study, report))

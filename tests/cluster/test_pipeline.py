@@ -53,6 +53,15 @@ def test_the_report_has_its_files(finished):
     assert "Per class" in result.report.read_text()
 
 
+def test_unequal_trainings_of_judge_and_final_model_are_told(finished, tmp_path):
+    config, _, _ = finished
+    out = io.StringIO()
+    settings = {"seeds": [0], "training.epochs": 1, "storage": str(tmp_path), "report.heatmaps": 0}
+    result = run_pipeline(with_settings(config, settings), Board(out))
+    assert "note: the judge trains 2 epochs, the final model 1: " in out.getvalue()
+    assert "warning: the judge trains 2 epochs, the final model 1: " in closing(result)
+
+
 def test_a_second_run_trains_nothing_and_says_so(finished):
     """It also takes away what a driver left that was killed when all was done."""
     config, result, _ = finished

@@ -179,6 +179,13 @@ def test_each_command_explains_itself(command, capsys):
     assert f"usage: deco-ray {command}" in capsys.readouterr().out
 
 
+def test_every_job_names_both_numbers_of_epochs(capsys):
+    for command in ("run", "sweep", "compare", "reproduce"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        assert "--set judge_training.epochs=5 --set training.epochs=5" in " ".join(capsys.readouterr().out.split())
+
+
 def test_help_loads_no_heavy_library_and_cohorts_load_no_ray():
     code = (
         "import sys, deco_ray.cli; deco_ray.cli.main(['--help'])\n"

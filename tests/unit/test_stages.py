@@ -4,6 +4,7 @@ import json
 
 import pandas as pd
 import pytest
+from pipeline_site import tiny_config
 
 from deco_ray.artefacts import ArtefactStore
 from deco_ray.cohort import Cohort
@@ -12,6 +13,7 @@ from deco_ray.experiments import schedule
 from deco_ray.experiments.search import METRIC, SearchFile, conclude, cut_short
 from deco_ray.experiments.site import folder_name, note_changed_cohort
 from deco_ray.experiments.stages import Progress, StageGraph
+from deco_ray.experiments.study import Study
 
 
 class Fake:
@@ -189,3 +191,18 @@ def test_long_cohort_names_become_short_folder_names_that_differ():
     assert len(set(names)) == 2
     assert all(len(name) == 100 for name in names)
     assert folder_name("y" * 100) == "y" * 100
+
+
+@pytest.mark.parametrize(("method", "told"), [("deco", 1), ("abmil", 0)])
+def test_a_judge_that_trains_longer_than_the_final_model_is_told_once(tiny_cohort, tmp_path, method, told):
+    config = tiny_config(tiny_cohort.uri, tmp_path, method=method)
+    study = Study(config)
+    study.add(config)
+    before = study.warnings
+    assert not any("epochs" in note for note in before)
+    for lam in (0.2, 0.4):
+        study.add(with_settings(config, {"training.epochs": 1, "masking.lam": lam}))
+    new = [note for note in study.warnings if note not in before]
+    assert len(new) == told
+    assert all("the judge trains 2 epochs, the final model 1: " in note for note in new)
+    assert all("set judge_training.epochs too" in note for note in new)

@@ -6,6 +6,7 @@ import pytest
 
 from deco_ray.config import Config, load_config
 from deco_ray.errors import ConfigError
+from deco_ray.experiments.methods import epoch_warnings
 from deco_ray.experiments.variants import VariantFile, load_variants, members
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -20,6 +21,7 @@ VARIED = [path for path in VARIED if "search" not in path.stem] + [
 def test_every_shipped_variant_file_expands_to_valid_configurations(path):
     file, config = load_variants(path)
     assert len(members(file, config)) >= 2
+    assert not [note for _, member in members(file, config) for note in epoch_warnings(member)]
     assert file.reference_name in [variant.name for variant in file.expanded()] or file.axis
 
 
@@ -32,7 +34,9 @@ def test_every_shipped_file_opens_with_what_it_is_and_its_command(path):
 
 @pytest.mark.parametrize("name", ["demo", "camelyon_lt", "panda_lt", "tissuenet_lt"])
 def test_base_configurations_load(name):
-    assert load_config(CONFIGS / f"{name}.yaml").name == name
+    config = load_config(CONFIGS / f"{name}.yaml")
+    assert config.name == name
+    assert epoch_warnings(config) == []
 
 
 def test_an_axis_makes_one_variant_per_value():
