@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from deco_ray import __version__
 from deco_ray.artefacts import UNWRITABLE
@@ -38,6 +39,8 @@ COMMANDS = {
     "ui": ("deco_ray.results.ui", "main", "browse the tracked runs (MLflow)"),
 }
 
+RESUMED = {"demo", "ingest", "run", "sweep", "compare", "reproduce"}  # begun again, they go on where they were
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -58,15 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command(rest: list[str]) -> int | None:
         return getattr(importlib.import_module(module), function)(rest)
 
-    return guarded(command, arguments)
+    return guarded(command, arguments, name in RESUMED)
 
 
 def run_job(command: Command) -> None:
     """End this process with the command's exit code: what the scripts in jobs/ call."""
-    sys.exit(guarded(command, sys.argv[1:]))
+    resumed = command.__module__ in {COMMANDS[name][0] for name in RESUMED}
+    sys.exit(guarded(command, sys.argv[1:], resumed))
 
 
-def guarded(command: Command, arguments: list[str]) -> int:
+def program(name: str) -> str:
+    """What its usage calls a command: its script in jobs/ where that was started, else `deco-ray <name>`."""
+    script = "full_pipeline.py" if name == "run" else f"{name}.py"
+    return script if Path(sys.argv[0]).name == script else f"deco-ray {name}"
+
+
+def guarded(command: Command, arguments: list[str], resumed: bool = False) -> int:
     """Run a command; an error the user can act on becomes one message, an interrupt becomes 130."""
     warnings.formatwarning = _one_line
     try:
@@ -91,7 +101,7 @@ def guarded(command: Command, arguments: list[str]) -> int:
         print(f"error: cannot write{where}: {error.strerror}; make room there or choose another place", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted" + ("; the same command goes on from here" if resumed else ""), file=sys.stderr)
         return 130
 
 

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deco_ray.cli import program
+
 if TYPE_CHECKING:
     from deco_ray.cohort.store import Cohort
 
@@ -40,12 +42,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="deco-ray ingest",
+        prog=program("ingest"),
         description="Turn a folder of patch features (CLAM, TRIDENT, STAMP, .pt or .npy files, one per slide) and a "
         "CSV of labels into a cohort, the Parquet folder that everything else reads. Every file is checked; if any "
         "is wrong, all problems are listed and nothing is written. An interrupted ingest goes on where it stopped.",
         epilog="Example: deco-ray ingest features/ cohorts/camelyon --labels labels.csv "
-        "--classes negative,itc,micro,macro",
+        "--classes negative,macro,micro,itc",
     )
     parser.add_argument("source", help="folder with the feature files, or CLAM's or TRIDENT's output folder")
     parser.add_argument("out", help="folder of the new cohort; must not exist yet")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from deco_ray.cli import program
 
-def job_parser(program: str, description: str, example: str) -> argparse.ArgumentParser:
+
+def job_parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program,
+        prog=program(name),
         description=description,
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -10,7 +10,7 @@ from deco_ray.experiments.varied_command import add_base, run_varied
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = job_parser(
-        "compare.py",
+        "compare",
         "Train every listed method with every seed on the same split; print Table 1 with the paper's figures beside\n"
         "ours, paired bootstrap intervals over test slides, and how many seeds were won.",
         "ray job submit -- python jobs/compare.py --config configs/compare.yaml --base configs/panda_lt.yaml",

@@ -11,7 +11,7 @@ from deco_ray.experiments.pipeline import PipelineResult, run_pipeline
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = job_parser(
-        "full_pipeline.py",
+        "run",
         "Train judge, score contributions, train the final model for every seed; print, plot and track the result.\n"
         "Without --config: a small synthetic cohort with the paper's defaults. What is finished already is reused.",
         "ray job submit -- python jobs/full_pipeline.py --config configs/panda_lt.yaml --set cohort=/data/panda",

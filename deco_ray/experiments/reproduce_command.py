@@ -20,7 +20,7 @@ from deco_ray.results.report import Block, Picture, Section, Text
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = job_parser(
-        "reproduce.py",
+        "reproduce",
         "Every table and figure of the paper over the cohorts of the plan. Identical trainings are merged, finished\n"
         "ones reused; a killed run goes on with the same command.",
         "ray job submit -- python jobs/reproduce.py --config configs/paper.yaml --only table3,figd1 --dry-run",

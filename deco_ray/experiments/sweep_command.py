@@ -15,7 +15,7 @@ from deco_ray.yaml_tree import read_yaml
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = job_parser(
-        "sweep.py",
+        "sweep",
         "Run a sweep, an ablation, the imbalance study or a search, as the given file says (configs/sweeps, \n"
         "configs/ablations). Judges and contributions that exist are reused: a sweep of λ trains final models only.",
         "ray job submit -- python jobs/sweep.py --config configs/sweeps/lambda.yaml --base configs/panda_lt.yaml",

@@ -240,7 +240,7 @@ def closing(outcomes: Sequence[Outcome]) -> str:
 def _parser() -> argparse.ArgumentParser:
     from deco_ray.experiments.arguments import job_parser
 
-    parser = job_parser("deco-ray explain", DESCRIPTION, EXAMPLE)
+    parser = job_parser("explain", DESCRIPTION, EXAMPLE)
     parser.add_argument("--run", metavar="PATH", help="a finished run (report.html or storage): its judge and anchors")
     parser.add_argument("--seed", type=int, help="with --run: which seed (default: the first)")
     parser.add_argument(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deco_ray.cli import program
 from deco_ray.errors import ModelError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _folders(arguments: argparse.Namespace, scratch: Path) -> list[Path]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="deco-ray predict",
+        prog=program("predict"),
         description="Grade slides with one trained model, or with several (seeds) as an ensemble.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -123,9 +124,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tau(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value <= 4:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 4")
     return value
 
 

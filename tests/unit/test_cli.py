@@ -2,8 +2,10 @@
 
 import errno
 import os
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import write_tiny_cohort
@@ -114,6 +116,53 @@ def test_interrupts_and_bugs_keep_their_meaning(capsys):
         cli.guarded(raising(ZeroDivisionError()), [])
     assert cli.guarded(lambda _: None, []) == 0
     assert cli.guarded(lambda _: 3, []) == 3
+
+
+@pytest.mark.parametrize(("name", "goes_on"), [("run", True), ("ingest", True), ("predict", False), ("synth", False)])
+def test_only_what_can_be_resumed_promises_to_go_on(name, goes_on, capsys, monkeypatch):
+    module, function, _ = cli.COMMANDS[name]
+    interrupted = raising(KeyboardInterrupt())
+    interrupted.__module__ = module
+    monkeypatch.setattr(f"{module}.{function}", interrupted)
+    expected = "interrupted; the same command goes on from here\n" if goes_on else "interrupted\n"
+    assert cli.main([name]) == 130
+    assert capsys.readouterr().err == expected
+    with pytest.raises(SystemExit):  # the same as a script
+        cli.run_job(interrupted)
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        ("run", "full_pipeline.py"),
+        *((n, f"{n}.py") for n in ("sweep", "compare", "reproduce", "ingest", "predict", "explain")),
+    ],
+)
+def test_a_job_is_called_as_it_was_started(name, script, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        cli.main([name, "--no-such-option"])
+    assert f"usage: deco-ray {name} " in capsys.readouterr().err
+    job = Path(__file__).parents[2] / "jobs" / script
+    monkeypatch.setattr(sys, "argv", [str(job), "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(job), run_name="__main__")
+    assert capsys.readouterr().out.startswith(f"usage: {script} ")
+
+
+def test_a_calibration_that_is_no_number_is_told_what_is_wanted(capsys):
+    for text in ("abc", "5"):
+        with pytest.raises(SystemExit):
+            cli.main(["predict", "--calibrate", text])
+        assert f"{text!r} is not a number between 0 and 4" in capsys.readouterr().err
+
+
+def test_the_example_of_ingest_has_the_classes_in_the_order_its_configuration_wants(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["ingest", "--help"])
+    classes = capsys.readouterr().out.partition("--classes negative")[2].split()[0]
+    header = (Path(__file__).parents[2] / "configs" / "camelyon_lt.yaml").read_text()
+    assert f"in this order: negative{classes.replace(',', ', ')}." in header
 
 
 def test_a_job_ends_with_the_exit_code_of_its_command(monkeypatch, capsys):
