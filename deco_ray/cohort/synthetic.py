@@ -67,6 +67,9 @@ def synthesize(path: str | Path, preset: str = "panda_lt", scale: float = 0.1, s
             # another process was first: its cohort is opened
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise CohortError(f"cannot write to {final}: {reason}; make room there or choose another place") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return Cohort.open(str(final))

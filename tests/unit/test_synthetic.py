@@ -163,6 +163,8 @@ def test_wrong_arguments_are_explained(tmp_path, small):
         synthesize(small.uri, "panda_lt")
     with pytest.raises(CohortError, match="local folder"):
         synthesize("s3://bucket/x", "panda_lt")
+    with pytest.raises(CohortError, match="cannot write to /proc/x: No such file or directory; "):
+        synthesize("/proc/x", "panda_lt", 0.001)
     assert not list(tmp_path.iterdir())
 
 
@@ -171,7 +173,7 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr("deco_ray.cohort.synthetic.save_split", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(CohortError, match=r"cannot write to .*no space left; make room there or choose another place"):
         synthesize(tmp_path / "x", "panda_lt", 0.001)
     assert not list(tmp_path.iterdir())
 
