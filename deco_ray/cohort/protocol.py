@@ -48,6 +48,7 @@ def realised_ratio(train_counts: Sequence[int]) -> float:
 def assign(cohort: Cohort, section: SplitSection) -> dict[str, str]:
     """Slide id -> val, test or train; slides the long tail leaves out are not mentioned."""
     slides = cohort.slides[cohort.slides["label"] != UNLABELLED]
+    _check_order(cohort, section)
     _check_quotas(cohort, slides, section)
     cases = _cases(slides, section.group_by)  # a slide is its own case unless grouped
     holding: list[list[str]] = [[] for _ in cohort.classes]  # cases with a slide of the class
@@ -82,6 +83,13 @@ def _cases(slides: pd.DataFrame, group_by: str | None) -> dict[str, list[tuple[s
     return cases
 
 
+def _check_order(cohort: Cohort, section: SplitSection) -> None:
+    if section.order is not None and sorted(section.order) != list(range(len(cohort.classes))):
+        raise CohortError(
+            f"order {list(section.order)} must name each of the classes 0 to {len(cohort.classes) - 1} once"
+        )
+
+
 def _check_quotas(cohort: Cohort, slides: pd.DataFrame, section: SplitSection) -> None:
     found = Counter(slides["label"])
     needed = section.val_per_class + section.test_per_class + 1
@@ -91,7 +99,7 @@ def _check_quotas(cohort: Cohort, slides: pd.DataFrame, section: SplitSection) -
     if short:
         raise CohortError(
             f"{'; '.join(short)}: too few for {section.val_per_class} validation and {section.test_per_class} test "
-            "slides of each class and at least one to train on; lower val_per_class or test_per_class"
+            "slides of each class and at least one to train on; lower val_per_class (--val) or test_per_class (--test)"
         )
 
 
@@ -126,7 +134,8 @@ def _reserve(
         if lacking:
             raise CohortError(
                 f"class {cohort.classes[label]}: only {quota - lacking} of {quota} {part} slides can be filled "
-                "keeping patients together; lower the quotas or set group_by to none"
+                "keeping patients together; lower val_per_class (--val) or test_per_class (--test), or set group_by to "
+                "none (leave out --group-by)"
             )
     return chosen
 
@@ -137,8 +146,6 @@ def _long_tail(cohort: Cohort, pools: list[list[str]], section: SplitSection) ->
     keep = [len(pool) for pool in pools]
     if section.imbalance_ratio is not None:
         order = section.order if section.order is not None else sorted(classes, key=lambda label: -len(pools[label]))
-        if sorted(order) != list(classes):
-            raise CohortError(f"order {list(order)} must name each of the classes 0 to {len(pools) - 1} once")
         for label, count in zip(order, long_tail_counts([keep[label] for label in order], section.imbalance_ratio)):
             keep[label] = count
     empty = [cohort.classes[label] for label in classes if not keep[label]]

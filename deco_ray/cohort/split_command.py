@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from deco_ray.config import SplitSection, build
+from deco_ray.errors import ConfigError
 
 if TYPE_CHECKING:
     from deco_ray.cohort.splits import Split
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
         "val_per_class": arguments.val,
         "test_per_class": arguments.test,
         "imbalance_ratio": arguments.imbalance_ratio,
-        "order": arguments.order.split(",") if arguments.order else None,
+        "order": _order(arguments.order) if arguments.order else None,
         "group_by": arguments.group_by,
         "seed": arguments.seed,
     }
@@ -49,6 +50,8 @@ def main(argv: list[str]) -> int:
 
     cohort = Cohort.open(arguments.cohort)
     split = make_split(cohort, section)
+    if section.order is not None and section.imbalance_ratio is None:
+        print("note: --order has no effect without --imbalance-ratio: all training slides are kept")
     where = save_split(cohort, split, arguments.overwrite)
     print(describe(cohort, split))
     found = leaks(cohort, split)
@@ -59,6 +62,16 @@ def main(argv: list[str]) -> int:
         print("\n".join(f"  {line}" for line in found[:LEAKS_SHOWN]))
     print(f"stored in {where}")
     return 0
+
+
+def _order(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--order {text}: give the numbers of the classes, head to tail, such as 0,1,2,4,3,5; "
+            "0 is the first class of cohort.json"
+        ) from None
 
 
 def describe(cohort: Cohort, split: Split) -> str:

@@ -123,7 +123,7 @@ def save_split(cohort: Cohort, split: Split, overwrite: bool = False) -> str:
     if not overwrite and filesystem.get_file_info(path).type == fs.FileType.File:
         if load_split(cohort, split.name).digest == split.digest:
             return path
-        raise CohortError(f"{path} holds another split; choose another name or ask to overwrite it")
+        raise CohortError(f"{path} holds another split; choose another name, or overwrite=True (--overwrite)")
     table = pa.table([list(split.assignment), list(split.assignment.values())], schema=SPLIT)
     text = json.dumps(dict(split.metadata), sort_keys=True).encode()
     buffer = io.BytesIO()

@@ -212,7 +212,7 @@ def test_mixed_precision_and_an_odd_first_file_settle_on_the_majority(tmp_path):
 
 def test_slides_without_labels_can_be_taken_for_prediction(tmp_path):
     np.save(tmp_path / "a.npy", np.ones((2, 4), np.float32))
-    with pytest.raises(CohortError, match=r"no labels at .*labels.csv"):
+    with pytest.raises(CohortError, match=r"no labels at .*labels.csv.*--unlabelled"):
         ingest(tmp_path, tmp_path / "out")
     cohort = ingest(tmp_path, tmp_path / "out", unlabelled=True, classes=["x", "y"])
     assert cohort.bag("a").label == -1

@@ -199,8 +199,21 @@ def test_split_stores_and_shows_counts_groups_ratio_and_leaks(tmp_path, capsys):
     assert cli.main([*common, "--name", "b", "--group-by", "case_id"]) == 0
     assert "patients" not in capsys.readouterr().out
     assert cli.main([*common, "--name", "a", "--seed", "4"]) == 1
-    assert "holds another split" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "holds another split" in told
+    assert "(--overwrite)" in told
     assert cli.main([*common, "--name", "a", "--seed", "4", "--overwrite"]) == 0
+
+
+def test_the_order_of_a_split_is_checked_whether_it_matters_or_not(tmp_path, capsys):
+    cohort = write_tiny_cohort(tmp_path / "c", dim=4, patches=(1, 3))
+    common = ["split", "--cohort", cohort.uri, "--val", "2", "--test", "3"]
+    assert cli.main([*common, "--name", "a", "--order", "0,1"]) == 1
+    assert capsys.readouterr().err == "error: order [0, 1] must name each of the classes 0 to 2 once\n"
+    assert cli.main([*common, "--name", "a", "--order", "2,1,0"]) == 0
+    assert "--order has no effect without --imbalance-ratio" in capsys.readouterr().out
+    assert cli.main([*common, "--name", "b", "--val", "20"]) == 1
+    assert "lower val_per_class (--val) or test_per_class (--test)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -209,7 +222,8 @@ def test_split_stores_and_shows_counts_groups_ratio_and_leaks(tmp_path, capsys):
         (["--name", "x"], 2, "--cohort"),
         (["--cohort", "/nowhere", "--name", "x"], 1, "no cohort at /nowhere"),
         (["--cohort", "/nowhere", "--name", "x", "--val", "0"], 1, "val_per_class = 0"),
-        (["--cohort", "/nowhere", "--name", "x", "--order", "0,b"], 1, "order.1 = 'b'"),
+        (["--cohort", "/nowhere", "--name", "x", "--order", "0,b"], 1, "--order 0,b: give the numbers of the classes"),
+        (["--cohort", "/nowhere", "--name", "x", "--order", "0,0"], 1, "must name each class from 0 to 1 once"),
         (["--cohort", "/nowhere", "--name", "x", "--imbalance-ratio", "0.5"], 1, "greater than or equal to 1"),
     ],
 )
