@@ -23,6 +23,14 @@ Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 SHORT = reprlib.Repr()
 SHORT.maxlevel, SHORT.maxlist, SHORT.maxstring, SHORT.maxother = 2, 20, 80, 80
 
+# what the file of a command is called
+FILES = {
+    "run": "a configuration, which sweep and compare take with --base",
+    "sweep": "a sweep, an ablation or a search",
+    "compare": "a comparison",
+    "reproduce": "a plan",
+}
+
 
 def _without_nul(path: str) -> str:
     if "\0" in path:
@@ -202,10 +210,28 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     source = "the command line"
     if path is not None:
         source = str(path)
-        tree = read_yaml(path)
+        tree = read_file(path, "run")
     for override in overrides:
         set_key(tree, override)
     return build(Config, tree, source)
+
+
+def read_file(path: str | Path, *commands: str) -> dict[str, Any]:
+    """The keys of a YAML file for one of these commands; one whose keys tell that it is for another is refused."""
+    tree = read_yaml(path)
+    meant = meant_for(tree)
+    if meant is not None and meant not in commands:
+        raise ConfigError(f"{path} is {FILES[meant]}: `deco-ray {meant} --config {path}` runs it")
+    return tree
+
+
+def meant_for(tree: dict[str, Any]) -> str | None:
+    """The command a file is for, where its keys tell."""
+    if "kind" in tree:
+        return "compare" if tree["kind"] == "comparison" else "sweep"
+    if "items" in tree:
+        return "reproduce"
+    return "run" if tree and set(tree) <= set(Config.model_fields) else None
 
 
 def set_key(tree: dict[str, Any], override: str) -> None:
@@ -257,6 +283,8 @@ def explain(model: type[Section], item: Any) -> str:
         near = nearest_key(model, location)
         hint = f"; did you mean {near!r}?" if near else ""
         return f"unknown key {name!r}{hint}"
+    if item["type"] == "missing":
+        return f"{name} is missing"
     shown = shorten(item.get("input"))
     if item["type"] in ("model_type", "model_attributes_type"):
         return (

@@ -138,8 +138,8 @@ def _labelled(
         path = Path(labels) if labels is not None else folder.root / "labels.csv"
         if not path.is_file():
             raise CohortError(
-                f"no labels at {path}; give a CSV case_id,slide_id,label, or unlabelled=True (--unlabelled) for a cohort "
-                "to predict on"
+                f"no labels at {path}; give a CSV case_id,slide_id,label, or unlabelled=True (--unlabelled) for a "
+                "cohort to predict on"
             )
         rows = read_labels(path)
         given = resolve_classes(classes, normal_class, [row.label for row in rows], path.parent)

@@ -10,14 +10,13 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from deco_ray.cohort.presets import PRESETS
-from deco_ray.config import Config, Section, build, load_config, with_settings
+from deco_ray.config import Config, Section, build, load_config, read_file, with_settings
 from deco_ray.errors import ConfigError
 from deco_ray.experiments.methods import Run
 from deco_ray.experiments.session import absolute
 from deco_ray.experiments.study import Study
-from deco_ray.experiments.variants import VariantFile
+from deco_ray.experiments.variants import read_variants
 from deco_ray.experiments.varied import Varied, add_varied
-from deco_ray.yaml_tree import read_yaml
 
 
 class PlanItem(Section):
@@ -65,7 +64,7 @@ def open_plan(
     overrides: Sequence[str] = (),
 ) -> Plan:
     """Expand the plan; cohorts of a rehearsal are synthesised, the real ones must exist."""
-    file: PlanFile = build(PlanFile, read_yaml(path), str(path))
+    file: PlanFile = build(PlanFile, read_file(path, "reproduce"), str(path))
     items = chosen(file.items, only, "item")
     names = chosen(file.cohorts, cohorts, "cohort")
     configs = {name: cohort_config(Path(path).parent / file.cohorts[name], name, scale, overrides) for name in names}
@@ -76,8 +75,7 @@ def open_plan(
             if item.cohorts is not None and name not in item.cohorts:
                 continue
             if item.file is not None:
-                source = Path(path).parent / item.file
-                variants: VariantFile = build(VariantFile, read_yaml(source), str(source))
+                variants = read_variants(Path(path).parent / item.file)
                 config = with_settings(configs[name], variants.settings) if variants.settings else configs[name]
                 plan.varied.setdefault(item_name, {})[name] = add_varied(plan.study, variants, config)
             elif name not in plan.main:

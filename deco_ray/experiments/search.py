@@ -23,7 +23,7 @@ from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search.optuna import OptunaSearch
 
 from deco_ray.artefacts import digest, owner, write_atomically
-from deco_ray.config import Config, Section, build, load_config, with_settings
+from deco_ray.config import Config, Section, build, load_config, read_file, with_settings
 from deco_ray.errors import StageError
 from deco_ray.experiments.board import Board
 from deco_ray.experiments.methods import expand
@@ -32,7 +32,6 @@ from deco_ray.experiments.session import connect
 from deco_ray.experiments.stages import Stage, TrainStage
 from deco_ray.experiments.study import Study
 from deco_ray.results.redact import redact_tree
-from deco_ray.yaml_tree import read_yaml
 
 METRIC = "val_macro_f1"
 ANCHOR_KEYS = ("anchors.", "split.", "cohort")
@@ -91,7 +90,7 @@ class Found:
 
 
 def load_search(path: str | Path, base: str | None, overrides: tuple[str, ...]) -> tuple[SearchFile, Config]:
-    file: SearchFile = build(SearchFile, read_yaml(path), str(path))
+    file: SearchFile = build(SearchFile, read_file(path, "sweep"), str(path))
     named = base or (str(Path(path).parent / file.base) if file.base else None)
     config = with_settings(load_config(named, overrides), {**file.settings, "seeds": list(file.seeds)})
     for key, dimension in file.space.items():  # a wrong key or range is told before anything runs

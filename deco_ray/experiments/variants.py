@@ -11,14 +11,16 @@ A file names what varies, and nothing else:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from deco_ray.config import Config, Section, build, load_config, with_settings
+from deco_ray.config import Config, Section, build, load_config, read_file, with_settings
 from deco_ray.errors import ConfigError
 from deco_ray.experiments.methods import DECO
-from deco_ray.yaml_tree import read_yaml
+
+Kind = Literal["sweep", "ablation", "comparison", "imbalance"]
+KINDS = get_args(Kind)
 
 
 class Variant(Section):
@@ -30,7 +32,7 @@ class Variant(Section):
 
 
 class VariantFile(Section):
-    kind: Literal["sweep", "ablation", "comparison", "imbalance"]
+    kind: Kind
     title: str
     base: str | None = Field(None, description="configuration the settings apply to; relative to this file")
     settings: dict[str, Any] = Field(default_factory=dict, description="applied to every variant")
@@ -41,6 +43,13 @@ class VariantFile(Section):
     methods: tuple[str, ...] = ()
     reference: str | None = Field(None, description="the variant the others are compared with")
     paper_table: str | None = Field(None, description="table of the paper to print beside ours")
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _known_kind(cls, kind: Any) -> Any:
+        if kind not in KINDS:
+            raise ValueError(f"use {', '.join(KINDS)}; or search, which `deco-ray sweep` runs")
+        return kind
 
     @model_validator(mode="after")
     def _has_something_to_vary(self) -> VariantFile:
@@ -76,11 +85,15 @@ class VariantFile(Section):
         return DECO if DECO in names else names[-1]
 
 
+def read_variants(path: str | Path) -> VariantFile:
+    return build(VariantFile, read_file(path, "sweep", "compare"), str(path))
+
+
 def load_variants(
     path: str | Path, base: str | None = None, overrides: tuple[str, ...] = ()
 ) -> tuple[VariantFile, Config]:
     """The file and the configuration it varies (`base` replaces the one it names)."""
-    file = build(VariantFile, read_yaml(path), str(path))
+    file = read_variants(path)
     named = base or (str(Path(path).parent / file.base) if file.base else None)
     config = load_config(named, overrides)
     return file, with_settings(config, file.settings) if file.settings else config

@@ -16,6 +16,7 @@ from deco_ray.errors import DecoError
 from deco_ray.results.tracking import ARTIFACTS, DATABASE
 
 HOST = "127.0.0.1"  # the pages have no password
+LAST_PORT = 2**16 - 1
 
 
 def server_command(storage: str | Path, host: str = HOST, port: int = 5000) -> list[str]:
@@ -41,16 +42,17 @@ def server_environment() -> dict[str, str]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse a port that somebody listens on, before MLflow says it in thirty lines."""
+    """Refuse what is no port or one that somebody listens on, before MLflow says it in thirty lines."""
+    if not 0 < port <= LAST_PORT:
+        raise DecoError(f"there is no port {port}; choose one from 1 to {LAST_PORT} with --port")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise DecoError(
-                f"cannot listen on {host}:{port}: {reason}; choose another with --port {port + 1}"
-            ) from None
+        except OSError as error:
+            reason = error.strerror or str(error)
+            other = port + 1 if port < LAST_PORT else port - 1
+            raise DecoError(f"cannot listen on {host}:{port}: {reason}; choose another with --port {other}") from None
 
 
 def serve_ui(storage: str | Path, host: str = HOST, port: int = 5000) -> int:

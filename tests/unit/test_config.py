@@ -174,7 +174,7 @@ def test_long_values_are_told_in_short(value):
 
 
 def test_missing_and_binary_files(tmp_path):
-    with pytest.raises(ConfigError, match=r"no configuration file at .*configs/"):
+    with pytest.raises(ConfigError, match=r"no configuration file at .*the repository's folder configs/"):
         load_config(tmp_path / "nowhere.yaml")
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00\x81")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -524,3 +524,6 @@ def test_the_pages_need_runs_and_a_free_port(tmp_path):
         with pytest.raises(DecoError, match=f"--port {port + 1}"):
             server_command(tmp_path, port=port)
     assert f"sqlite:///{tmp_path}/mlflow.db" in server_command(tmp_path, port=port)
+    for port in (-1, 0, 65536, 99999):
+        with pytest.raises(DecoError, match=f"^there is no port {port}; choose one from 1 to 65535 with --port$"):
+            server_command(tmp_path, port=port)

@@ -7,6 +7,7 @@ import pytest
 from deco_ray.config import Config, load_config
 from deco_ray.errors import ConfigError
 from deco_ray.experiments.methods import epoch_warnings
+from deco_ray.experiments.plan import open_plan
 from deco_ray.experiments.variants import VariantFile, load_variants, members
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -73,3 +74,30 @@ def test_nothing_to_vary_is_an_error(tmp_path):
     path.write_text("kind: sweep\ntitle: nothing\n")
     with pytest.raises(ConfigError, match="nothing varies"):
         load_variants(path)
+
+
+def test_a_missing_key_is_named_as_missing_and_a_mistyped_kind_with_all_there_are(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text("title: t\naxis: masking.lam\nvalues: [0.1]\n")
+    with pytest.raises(ConfigError, match=r"sweep\.yaml: kind is missing$"):
+        load_variants(path)
+    path.write_text("kind: serach\ntitle: t\nspace: {}\n")
+    with pytest.raises(ConfigError, match=r"kind = 'serach': .*sweep, ablation, comparison, imbalance; or search"):
+        load_variants(path)
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "meant"),
+    [
+        (load_config, "compare", "a comparison: `deco-ray compare --config"),
+        (load_config, "sweeps/search", "a sweep, an ablation or a search: `deco-ray sweep --config"),
+        (load_config, "paper", "a plan: `deco-ray reproduce --config"),
+        (load_variants, "demo", "a configuration, which sweep and compare take with --base: `deco-ray run --config"),
+        (load_variants, "paper", "a plan: `deco-ray reproduce --config"),
+        (open_plan, "demo", "a configuration, .*: `deco-ray run --config"),
+        (open_plan, "rebalancing", "a comparison: `deco-ray compare --config"),
+    ],
+)
+def test_a_file_for_another_command_is_answered_with_that_command(load, name, meant):
+    with pytest.raises(ConfigError, match=rf"{name}\.yaml is {meant} .*{name}\.yaml` runs it$"):
+        load(CONFIGS / f"{name}.yaml")
