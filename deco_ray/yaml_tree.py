@@ -69,8 +69,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         text = Path(path).read_text()
     except FileNotFoundError:
         raise ConfigError(
-            f"no configuration file at {path}; the shipped ones are in the repository's folder configs/: "
-            "run from there, or give a file's whole path"
+            f"no configuration file at {path}; the shipped ones are in the repository's folder configs/; "
+            "run from the repository, or give a file's whole path"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: not a text, or no name a file can have
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from error

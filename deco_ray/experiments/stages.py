@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from deco_ray.artefacts import ArtefactStore
@@ -21,10 +21,15 @@ class TrainStage:
     """Train one model: a judge, a baseline or a DeCo final model."""
 
     digest: str
-    title: str
+    name: str
     spec: RunSpec
     needs: tuple[str, ...] = ()  # digests of the stages whose artefacts it reads
     kind: Literal["model"] = "model"
+    variant: str = ""  # the one of a study's variants it belongs to, for people to read
+
+    @property
+    def title(self) -> str:
+        return titled(self.name, self.variant)
 
     @property
     def seed(self) -> int:
@@ -41,13 +46,18 @@ class ScoreStage:
     """Score the training slides of one judge: the contribution table."""
 
     digest: str
-    title: str
+    name: str
     seed: int
     site: str  # digest of the split it belongs to
     judge: str
     anchors: str
     section: CounterfactualSection
     kind: Literal["contributions"] = "contributions"
+    variant: str = ""
+
+    @property
+    def title(self) -> str:
+        return titled(self.name, self.variant)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -57,16 +67,22 @@ class ScoreStage:
 Stage = TrainStage | ScoreStage
 
 
+def titled(name: str, variant: str) -> str:
+    return f"{name} ({variant})" if variant else name
+
+
 @dataclass
 class StageGraph:
-    """Stages by digest; adding one twice is adding it once."""
+    """Stages by digest; adding one twice is adding it once, and what variants share bears the name of none."""
 
     stages: dict[str, Stage] = field(default_factory=dict)
     results: set[str] = field(default_factory=set)  # stages whose own numbers are asked for
 
     def add(self, stages: Iterable[Stage]) -> None:
         for stage in stages:
-            self.stages.setdefault(stage.digest, stage)
+            known = self.stages.setdefault(stage.digest, stage)
+            if known.variant != stage.variant:
+                self.stages[stage.digest] = replace(known, variant="")
 
     def missing(self, stores: Mapping[str, ArtefactStore]) -> dict[str, Stage]:
         """What has to run, given the store of each site: results without an artefact, and what those still need.

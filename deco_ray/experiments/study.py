@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -47,12 +47,17 @@ class Study:
         return self._opened[key]
 
     def add(
-        self, config: Config, method: str | None = None, setting: str = "", settings: dict[str, Any] | None = None
+        self,
+        config: Config,
+        method: str | None = None,
+        setting: str = "",
+        settings: dict[str, Any] | None = None,
+        variant: str = "",
     ) -> list[Run]:
-        """The runs of one configuration, one per seed, named for the results table."""
+        """The runs of one configuration, one per seed, named for the results table; `variant` names their stages."""
         site = self.site(config)
         runs, stages = expand(config, site.cohort, site.split)
-        self.graph.add(stages)
+        self.graph.add(replace(stage, variant=variant) for stage in stages)
         self._warnings += epoch_warnings(config)
         self.naive += sum(stage.kind == "model" for stage in stages)
         for stage in stages:

@@ -76,6 +76,16 @@ class VariantFile(Section):
                 points.append(Variant(name=name, label=base.label, settings={**base.settings, self.axis: value}))
         return points
 
+    def told(self, variant: Variant) -> str:
+        """What sets a variant's stages apart: its place on the axis, its name unless that is the method, or both."""
+        if len(self.expanded()) == 1:
+            return ""
+        if self.axis is None:
+            return "" if variant.name == variant.settings.get("method") else variant.name
+        place = f"{self.axis_label or self.axis} {variant.settings[self.axis]}"
+        own = variant.name.removesuffix(str(variant.settings[self.axis])).strip()
+        return place if own in ("", variant.settings.get("method")) else f"{own}, {place}"
+
     @property
     def reference_name(self) -> str:
         """What the others are compared with: named, else DeCo, else the last (the full method of a ladder)."""

@@ -93,7 +93,7 @@ class Varied:
 def add_varied(study: Study, file: VariantFile, config: Config) -> Varied:
     """Put every variant into the study; identical work is merged there."""
     runs = {
-        variant.name: study.add(member, method=variant.name, settings=variant.settings)
+        variant.name: study.add(member, method=variant.name, settings=variant.settings, variant=file.told(variant))
         for variant, member in members(file, config)
     }
     return Varied(file, config, study.site(config), study.sites, runs)

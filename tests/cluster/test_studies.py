@@ -44,6 +44,12 @@ def test_a_sweep_over_lambda_trains_final_models_only(base, capsys):
     assert new == ["model", "model"]  # λ = 0.6 is the base: its finals exist; no judge, no anchors, no scoring
     out = capsys.readouterr().out
     assert "6 trainings (8 if each brought its own judge), 2 to do" in out
+    lines = [
+        line.split("] ", 1)[-1].split() for line in out.splitlines() if " seed 0" in line and "running:" not in line
+    ]
+    assert ["judge", "seed", "0", "reused"] in lines
+    assert ["final", "seed", "0", "(λ", "0.6)", "reused"] in lines
+    assert any("final seed 0 (λ 0.0)" in line for line in out.splitlines())
     report = next(line.split()[1] for line in out.splitlines() if line.startswith("report"))
     assert "default λ" in Path(report).read_text()
 

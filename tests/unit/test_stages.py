@@ -21,6 +21,7 @@ class Fake:
 
     def __init__(self, digest, kind="model", needs=(), site="site"):
         self.digest, self.kind, self.needs, self.site, self.title = digest, kind, tuple(needs), site, digest
+        self.variant = ""
 
 
 def chain(seed, *finals):

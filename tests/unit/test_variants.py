@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+from pipeline_site import tiny_config
 
 from deco_ray.config import Config, load_config
 from deco_ray.errors import ConfigError
 from deco_ray.experiments.methods import epoch_warnings
 from deco_ray.experiments.plan import open_plan
+from deco_ray.experiments.study import Study
 from deco_ray.experiments.variants import VariantFile, load_variants, members
+from deco_ray.experiments.varied import add_varied
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 VARIED = sorted([*CONFIGS.glob("sweeps/*.yaml"), *CONFIGS.glob("ablations/*.yaml")])
@@ -101,3 +104,39 @@ def test_a_missing_key_is_named_as_missing_and_a_mistyped_kind_with_all_there_ar
 def test_a_file_for_another_command_is_answered_with_that_command(load, name, meant):
     with pytest.raises(ConfigError, match=rf"{name}\.yaml is {meant} .*{name}\.yaml` runs it$"):
         load(CONFIGS / f"{name}.yaml")
+
+
+AXIS = {"axis": "masking.lam", "axis_label": "λ", "values": [0.0, 0.6]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (AXIS, ["λ 0.0", "λ 0.6"]),
+        ({**AXIS, "axis_label": ""}, ["masking.lam 0.0", "masking.lam 0.6"]),
+        ({**AXIS, "values": [0.0]}, [""]),  # nothing to be told from
+        ({**AXIS, "methods": ["abmil", "deco"]}, ["λ 0.0", "λ 0.6"] * 2),
+        ({**AXIS, "variants": [{"name": "mild", "settings": {"anchors.k": 4}}]}, ["mild, λ 0.0", "mild, λ 0.6"]),
+        ({"methods": ["abmil", "deco"]}, ["", ""]),  # stages are called by their method already
+        ({"variants": [{"name": "random"}, {"name": "abmil", "settings": {"method": "abmil"}}]}, ["random", ""]),
+    ],
+)
+def test_a_variant_is_told_by_what_sets_it_apart(keys, told):
+    file = VariantFile(kind="sweep", title="t", **keys)
+    assert [file.told(variant) for variant in file.expanded()] == told
+
+
+@pytest.mark.parametrize(
+    ("axis", "own"), [("masking.lam", {"final"}), ("counterfactual.tau", {"final", "contributions"})]
+)
+def test_stages_bear_their_variant_unless_it_shares_them(tiny_cohort, tmp_path, axis, own):
+    config = tiny_config(tiny_cohort.uri, tmp_path, seeds=[0])
+    file = VariantFile(kind="sweep", title="t", axis=axis, axis_label="x", values=[0.0, 0.5, 1.0])
+    study, plain = Study(config), Study(config)
+    add_varied(study, file, config)
+    for _, member in members(file, config):
+        plain.add(member)
+    assert list(study.graph.stages) == list(plain.graph.stages)  # digests know nothing of it
+    titles = [f"{what} seed 0 (x {value})" for value in (0.0, 0.5, 1.0) for what in own]
+    titles += [f"{what} seed 0" for what in {"judge", "contributions", "final"} - own]
+    assert sorted(stage.title for stage in study.graph) == sorted(titles)
