@@ -87,7 +87,9 @@ def _classes(text: str | None) -> list[str] | Path | None:
 
 
 def describe(cohort: Cohort) -> str:
-    """One table: slides and patches of each class, the rejected, and where the cohort is."""
+    """One table: slides and patches of each class, the rejected, where the cohort is, and the splits it came with."""
+    from deco_ray.cohort.splits import split_names
+
     slides = cohort.slides
     names = list(enumerate(cohort.classes)) or [(-1, "unlabelled")]
     rows = [(name, slides.loc[slides["label"] == label, "n_patches"]) for label, name in names]
@@ -100,4 +102,7 @@ def describe(cohort: Cohort) -> str:
         with open(rejected, newline="", encoding="utf-8") as file:
             lines.append(f"{'rejected':<{width}}  {sum(1 for _ in csv.reader(file)) - 1:>8,}  see {rejected}")
     lines.append(f"cohort {cohort.name}, {cohort.dim} dimensions, {cohort.meta.dtype}: {cohort.uri}")
+    if kept := split_names(cohort):
+        which = f"split {kept[0]}; use it" if len(kept) == 1 else f"splits {', '.join(kept)}; use one"
+        lines.append(f"kept {which} with --set split.name={kept[0]}")
     return "\n".join(lines)

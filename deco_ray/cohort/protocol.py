@@ -40,6 +40,21 @@ def frequency_groups(train_counts: Sequence[int]) -> dict[str, list[int]]:
     return {"head": ranked[:first], "medium": ranked[first:second], "tail": ranked[second:]}
 
 
+def describe_groups(classes: Sequence[str], train_counts: Sequence[int]) -> str:
+    """Which classes are Head, Medium and Tail, and by which of the two rules, in one line."""
+    groups = frequency_groups(train_counts)
+    head, medium, tail = (", ".join(classes[label] for label in groups[name]) or "none" for name in groups)
+    if min(train_counts) < FEW_SLIDES:
+        return (
+            f"Head (more than {MANY_SLIDES} training slides): {head}; Medium: {medium}; "
+            f"Tail (fewer than {FEW_SLIDES}): {tail}."
+        )
+    return (
+        f"Head: {head}; Medium: {medium}; Tail: {tail} (thirds of the classes by training slides, as none has fewer "
+        f"than {FEW_SLIDES})."
+    )
+
+
 def realised_ratio(train_counts: Sequence[int]) -> float:
     """IR = n_max / n_min of the training slides there are."""
     return max(train_counts) / min(train_counts) if min(train_counts) else math.inf

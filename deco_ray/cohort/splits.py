@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from deco_ray.artefacts import digest, write_atomically
-from deco_ray.cohort.protocol import assign, frequency_groups, long_tail_counts, realised_ratio
+from deco_ray.cohort.protocol import assign, describe_groups, frequency_groups, long_tail_counts, realised_ratio
 from deco_ray.cohort.schema import SPLIT, SPLIT_NAMES, UNLABELLED
 from deco_ray.cohort.store import Cohort, locate
 from deco_ray.config import SplitSection
@@ -26,6 +26,7 @@ from deco_ray.errors import CohortError
 
 __all__ = [
     "Split",
+    "describe_groups",
     "frequency_groups",
     "leaks",
     "load_split",

@@ -70,7 +70,7 @@ def pipeline_table(config: Config, study: Study) -> Table:
     if config.paper.dataset:
         paper = PaperColumns(config.paper.dataset, config.paper.same_features, alias={"judge": config.judge.name})
     names = {"judge": f"judge ({config.judge.name})", DECO: f"DeCo final ({config.model.name})"}
-    return run_table(frame, methods=methods, names=names, paper=paper)
+    return study.site(config).explained(run_table(frame, methods=methods, names=names, paper=paper))
 
 
 def loss_warnings(site: Site, runs: list[Run], sites: Mapping[str, Site]) -> list[str]:

@@ -30,12 +30,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--scale", type=float, metavar="S", help="rehearse on synthetic cohorts of this share of the size"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only count and estimate")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only count and estimate; with --scale the synthetic cohorts to count on are made first, and kept",
+    )
     args = parser.parse_args(argv)
     only, cohorts = (tuple(filter(None, text.split(","))) for text in (args.only, args.cohorts))
     plan = open_plan(args.config or "configs/paper.yaml", only, cohorts, args.scale, args.set)
     print(summary(plan), flush=True)
     if args.dry_run:
+        if args.scale is not None:
+            print(
+                f"  made       {', '.join(config.cohort for config in plan.configs.values())}; kept for the rehearsal"
+            )
         return 0
     outcome = execute_tracked(
         plan.study,

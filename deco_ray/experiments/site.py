@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deco_ray.artefacts import DIGEST_LENGTH, ArtefactStore, digest, write_atomically
 from deco_ray.cohort import Cohort
 from deco_ray.cohort.presets import PRESETS
-from deco_ray.cohort.splits import Split, frequency_groups, leaks, resolve_split
+from deco_ray.cohort.splits import Split, describe_groups, frequency_groups, leaks, resolve_split
 from deco_ray.cohort.store import shown
 from deco_ray.config import Config
 from deco_ray.errors import CohortError, ConfigError
 from deco_ray.experiments.session import check_storage
+from deco_ray.results.tables import Table
 
 TINY_CLASS = 10  # training slides below which a class's figures are mostly chance
 NAME_LENGTH = 100  # file systems allow names of 255 bytes
@@ -35,6 +36,10 @@ class Site:
     @property
     def groups(self) -> dict[str, list[int]]:
         return frequency_groups(self.train_counts)
+
+    def explained(self, table: Table) -> Table:
+        """The table of scores with a line below that says what its groups are."""
+        return replace(table, note=f"{table.note}\n{describe_groups(self.cohort.classes, self.train_counts)}")
 
     def slide_ids(self) -> list[str]:
         """Every slide a run may read, training first."""

@@ -25,7 +25,7 @@ from deco_ray.results.tracking import Tracker
 
 REPORT = "report"
 VERDICTS = "verdicts.json"
-LAYOUT = 3  # raise it when the pages change, so that finished reports are built again
+LAYOUT = 4  # raise it when the pages change, so that finished reports are built again
 Sections = Callable[[Album, Path], list[Section]]
 
 

@@ -37,16 +37,18 @@ def varied_section(name: str, cohorts: Mapping[str, Varied], figures: Album, fol
 
 
 def varied_table(varied: Varied) -> Table:
-    names = list(varied.done())
-    return comparison_table(
+    table = comparison_table(
         varied.results(),
-        methods=names,
+        methods=list(varied.done()),
         names=varied.labels(),
         metrics=METRICS,
         paper=varied.paper(),
         caption=f"{varied.file.title}: {varied.site.cohort.name}",
         header=varied.header(),
     )
+    splits = {run.site for runs in varied.runs.values() for run in runs}
+    # along an axis of splits a class may change its group
+    return varied.sites[splits.pop()].explained(table) if len(splits) == 1 else table
 
 
 def comparison_blocks(prefix: str, varied: Varied, table: Table, figures: Album, folder: Path) -> list[Block]:

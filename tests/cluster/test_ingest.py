@@ -263,6 +263,12 @@ def test_the_command_prints_one_table(tmp_path, capsys):
         ["all", "8"],
         ["rejected", "1"],
     ]
+    assert out.splitlines()[-1] == "kept split splits_0; use it with --set split.name=splits_0"
+    shutil.copy(source / "splits_0.csv", source / "splits_1.csv")
+    assert main([str(source), str(tmp_path / "two"), "--on-error", "skip"]) == 0
+    assert "kept splits splits_0, splits_1; use one with --set split.name=splits_0\n" in capsys.readouterr().out
+    assert main([str(source), str(tmp_path / "none"), "--on-error", "skip", "--no-splits"]) == 0
+    assert "kept" not in capsys.readouterr().out
     assert str(tmp_path / "out") in out
     assert Cohort.open(tmp_path / "out").name == "out"
 

@@ -42,6 +42,9 @@ def test_judge_and_final_stand_side_by_side_for_every_seed(finished):
     text = closing(result)
     assert "judge (abmil)" in text
     assert "DeCo final (abmil)" in text
+    groups = "Head (more than 100 training slides): none; Medium: none; Tail (fewer than 20): a, b, c."
+    assert groups in text.splitlines()
+    assert groups in result.report.read_text()
     assert str(result.report) in text
 
 

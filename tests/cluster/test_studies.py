@@ -60,6 +60,7 @@ def test_a_comparison_prints_its_table_and_a_verdict(base, capsys):
     assert command_line(["compare", "--config", write(folder / "compare.yaml", compare), "--base", path]) == 0
     out = capsys.readouterr().out
     assert "DeCo-MIL" in out
+    assert "Tail (fewer than 20): a, b, c." in out
     assert "On Macro-F1, over 6 test slides and 2 seeds, DeCo-MIL" in out
 
 

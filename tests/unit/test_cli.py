@@ -249,6 +249,20 @@ def test_every_job_names_both_numbers_of_epochs(capsys):
         assert "--set judge_training.epochs=5 --set training.epochs=5" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_dry_run_on_synthetic_cohorts_says_what_it_made(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DECO_RAY_HOME", raising=False)
+    plan = Path(__file__).parents[2] / "configs" / "paper.yaml"
+    common = ["--config", str(plan), "--only", "table3", "--cohorts", "panda_lt", "--set", "seeds=[0]"]
+    assert cli.main(["reproduce", *common, "--scale", "0.03", "--dry-run"]) == 0
+    made = tmp_path / "cohorts" / "rehearsal_panda_lt_0.03"
+    assert made.is_dir()
+    assert f"made       {made}; kept for the rehearsal" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["reproduce", "--help"])
+    assert "with --scale the synthetic cohorts to count on are made first" in " ".join(capsys.readouterr().out.split())
+
+
 def test_help_loads_no_heavy_library_and_cohorts_load_no_ray():
     code = (
         "import sys, deco_ray.cli; deco_ray.cli.main(['--help'])\n"

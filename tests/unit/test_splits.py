@@ -12,6 +12,7 @@ from conftest import write_tiny_cohort
 
 from deco_ray.cohort.schema import CohortMeta
 from deco_ray.cohort.splits import (
+    describe_groups,
     frequency_groups,
     leaks,
     load_split,
@@ -99,6 +100,15 @@ def test_the_papers_frequency_groups():
 )
 def test_group_bounds_and_remainders(counts, groups):
     assert frequency_groups(counts) == dict(zip(("head", "medium", "tail"), groups))
+
+
+def test_the_rule_that_made_the_groups_is_told_with_their_classes():
+    assert describe_groups(("a", "b", "c"), [19, 500, 50]) == (
+        "Head (more than 100 training slides): b; Medium: c; Tail (fewer than 20): a."
+    )
+    assert describe_groups(("a", "b"), [30, 40]) == (
+        "Head: b; Medium: a; Tail: none (thirds of the classes by training slides, as none has fewer than 20)."
+    )
 
 
 def test_long_tail_counts_follow_the_formula_and_the_pools():
