@@ -41,9 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(summary(plan), flush=True)
     if args.dry_run:
         if args.scale is not None:
-            print(
-                f"  made       {', '.join(config.cohort for config in plan.configs.values())}; kept for the rehearsal"
-            )
+            made = ", ".join(config.cohort for config in plan.configs.values())
+            print(f"  counted on {made} (synthetic, kept for the rehearsal)")
         return 0
     outcome = execute_tracked(
         plan.study,

@@ -257,7 +257,7 @@ def test_a_dry_run_on_synthetic_cohorts_says_what_it_made(tmp_path, capsys, monk
     assert cli.main(["reproduce", *common, "--scale", "0.03", "--dry-run"]) == 0
     made = tmp_path / "cohorts" / "rehearsal_panda_lt_0.03"
     assert made.is_dir()
-    assert f"made       {made}; kept for the rehearsal" in capsys.readouterr().out
+    assert f"counted on {made} (synthetic, kept for the rehearsal)" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["reproduce", "--help"])
     assert "with --scale the synthetic cohorts to count on are made first" in " ".join(capsys.readouterr().out.split())

@@ -34,6 +34,8 @@ def test_every_shipped_file_opens_with_what_it_is_and_its_command(path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any("jobs/" in line or "make " in line for line in head), "the header names the command"
     assert any("Time" in line for line in head), "the header names the time"
+    shorter = [line for line in head if " training.epochs=" in line]
+    assert all(" judge_training.epochs=" in line for line in shorter), "else the judge trains its 30 epochs"
 
 
 @pytest.mark.parametrize("name", ["demo", "camelyon_lt", "panda_lt", "tissuenet_lt"])
