@@ -25,9 +25,8 @@ class Estimate:
     std: float | None = None
 
     def text(self, digits: int = 2) -> str:
-        if self.std is None:
-            return f"{self.mean:.{digits}f}"
-        return f"{self.mean:.{digits}f} ± {self.std:.{digits}f}"
+        mean = decimal(self.mean, digits)
+        return mean if self.std is None else f"{mean} ± {decimal(self.std, digits)}"
 
 
 def estimate(values: Sequence[float], scale: float = 1.0) -> Estimate | None:
@@ -133,8 +132,10 @@ class Table:
             cells = [_latex_cell(cell, self.columns[c].digits, r in best[c]) for c, cell in enumerate(row)]
             lines.append(" & ".join(cells) + r" \\")
         lines += [r"\bottomrule", r"\end{tabular}"]
-        if self.note:
-            lines.append(rf"\par\smallskip\footnotesize {latex_text(self.note)}")
+        spread = any(isinstance(cell, Estimate) and cell.std is not None for row in self.rows for cell in row)
+        note = " ".join(filter(None, [self.note, "The subscript is the std." if spread else ""]))
+        if note:
+            lines.append(rf"\par\smallskip\footnotesize {latex_text(note)}")
         return "\n".join([*lines, r"\end{table}"]) + "\n"
 
     def _latex_heads(self) -> list[str]:
@@ -162,13 +163,18 @@ class Table:
         return path
 
 
+def decimal(value: float, digits: int) -> str:
+    """A number as every notation shows it; what rounds to zero has no sign."""
+    return f"{value:z.{digits}f}"
+
+
 def show(cell: Any, digits: int) -> str:
     if cell is None or (isinstance(cell, float) and not math.isfinite(cell)):
         return DASH
     if isinstance(cell, Estimate):
         return cell.text(digits) if math.isfinite(cell.mean) else DASH
     if isinstance(cell, (float, np.floating)):
-        return f"{cell:.{digits}f}"
+        return decimal(cell, digits)
     if isinstance(cell, (int, np.integer)) and not isinstance(cell, bool):
         return f"{cell:,}"
     return str(cell)
@@ -219,9 +225,10 @@ def latex_text(text: str) -> str:
 
 
 def _latex_cell(cell: Any, digits: int, bold: bool) -> str:
-    if isinstance(cell, Estimate) and math.isfinite(cell.mean):
-        mean = f"{cell.mean:.{digits}f}"
-        below = "" if cell.std is None else rf"_{{\scriptscriptstyle {cell.std:.{digits}f}}}"
-        return rf"$\mathbf{{{mean}}}{below}$" if bold else f"${mean}{below}$"
-    text = latex_text(show(cell, digits))
-    return rf"\textbf{{{text}}}" if bold else text
+    """Numbers as mathematics, where a minus is no hyphen; only they can be best, and so bold."""
+    if sort_value(cell) is None:
+        return latex_text(show(cell, digits))
+    mean, std = (cell.mean, cell.std) if isinstance(cell, Estimate) else (cell, None)
+    text = show(mean, digits).replace(",", "{,}")
+    below = "" if std is None else rf"_{{\scriptscriptstyle {decimal(std, digits)}}}"
+    return rf"$\mathbf{{{text}}}{below}$" if bold else f"${text}{below}$"

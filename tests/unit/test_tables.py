@@ -63,8 +63,29 @@ def test_latex_escapes_subscripts_and_bolds_only_when_asked():
     assert "mathbf" not in text
     bold = HOSTILE.latex(bold_best=True)
     assert r"$\mathbf{70.00}$" in bold
-    assert bold.count(r"\textbf{3.2}") == 2  # equal as shown: both best
+    assert bold.count(r"$\mathbf{3.2}$") == 2  # equal as shown: both best
     assert text.count("{") == text.count("}")
+
+
+def test_latex_sets_numbers_as_mathematics_and_says_what_the_subscript_is():
+    table = Table(
+        (Column("Class-1"), Column("Change", digits=1), Column("F1"), Column("Slides")),
+        [["-", -18.44, Estimate(-66.25, 8.84), 1234], ["x", np.float32(2.5), None, -1]],
+        note="Percent, mean ± sample std.",
+    )
+    lines = table.latex().splitlines()
+    assert r"- & $-18.4$ & $-66.25_{\scriptscriptstyle 8.84}$ & $1{,}234$ \\" in lines
+    assert r"x & $2.5$ & -- & $-1$ \\" in lines
+    assert r"\par\smallskip\footnotesize Percent, mean $\pm$ sample std. The subscript is the std." in lines
+    assert "subscript" not in Table(table.columns, [["x", 1.0, Estimate(2.0), 3]], note="one seed").latex()
+    assert "subscript" not in table.markdown()
+
+
+def test_what_rounds_to_zero_has_no_sign():
+    table = Table((Column("E", digits=3), Column("F1")), [[-0.0004, Estimate(-0.001, 0.0)]])
+    assert (table.text(0, 0), table.text(0, 1)) == ("0.000", "0.00 ± 0.00")
+    assert "-0.0" not in table.markdown() + table.plain() + table.latex()
+    assert "-0.0004" in table.csv()  # full precision
 
 
 def test_plain_is_aligned():
