@@ -13,6 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import offset_copy
 
 from deco_ray.results.canvas import (
     COLUMN,
@@ -31,6 +32,7 @@ from deco_ray.results.statistics import ClassChange
 from deco_ray.results.tables import estimate
 
 GROUP_METRICS = ("macro_f1", "head_f1", "medium_f1", "tail_f1")
+APART, SPREAD = 5.0, 8.0  # points between neighbouring series of error bars, and between the outermost at most
 Scores = Mapping[Any, Sequence[float]]  # setting -> one score per seed
 
 
@@ -72,16 +74,20 @@ def group_f1_bars(
 def training_curves(
     histories: Mapping[str, Sequence[pd.DataFrame]], columns: Mapping[str, str], epoch: str = "epoch"
 ) -> Figure:
-    """Epoch curves of all seeds: a panel per column {name in history: axis label}, a colour per stage, mean in bold."""
+    """Epoch curves of all seeds: a panel per column {name in history: axis label}, a colour per stage, mean in bold.
+
+    Histories count epochs from 0, people from 1.
+    """
     figure, panels = new_figure(PAGE if len(columns) > 1 else COLUMN, 2.3, 1, len(columns))
     for axes, (column, label) in zip(panels, columns.items()):
         for number, (stage, runs) in enumerate(histories.items()):
             known = [run[[epoch, column]].dropna() for run in runs if column in run]
             for run in known:
-                axes.plot(run[epoch], run[column], color=colour(number), linewidth=0.6, alpha=0.4)
+                axes.plot(run[epoch] + 1, run[column], color=colour(number), linewidth=0.6, alpha=0.4)
             if known:
                 mean = pd.concat(known).groupby(epoch)[column].mean()
-                axes.plot(mean.index, mean, color=colour(number), linewidth=1.7, label=f"{stage} ({len(known)} seeds)")
+                name = f"{stage} ({len(known)} seeds)"
+                axes.plot(mean.index + 1, mean, color=colour(number), linewidth=1.7, label=name)
         axes.set(xlabel="Epoch", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _shared_legend(figure, panels)
@@ -126,7 +132,7 @@ def sweep_figure(
         axes.set_axis_off()
     for axes, (cohort, lines) in zip(axes_list, panels.items()):
         for number, (metric, scores) in enumerate(lines.items()):
-            _line(axes, scores, number, metric_name(metric), errors)
+            _line(axes, scores, number, len(lines), metric_name(metric), errors)
         values = list(next(iter(lines.values()), {}))
         place = _places(values)
         if default in values:
@@ -142,7 +148,7 @@ def _mark_default(axes: Axes, place: float, default: Any) -> None:
     axes.annotate(
         f"default {default}",
         (place, 0.03),
-        (-2, 0),
+        (-2 - APART, 0),  # clear of the series beside it
         xycoords=axes.get_xaxis_transform(),
         textcoords="offset points",
         rotation=90,
@@ -159,11 +165,12 @@ def _places(values: Sequence[Any]) -> list[float]:
     return [float(index) for index in range(len(values))]
 
 
-def _line(axes: Axes, scores: Scores, number: int, label: str, errors: bool = True) -> None:
+def _line(axes: Axes, scores: Scores, number: int, count: int, label: str, errors: bool = True) -> None:
+    """Series `number` of `count`, each a little beside the others on paper: error bars at one value stay readable."""
     values = list(scores)
     cells = [estimate(list(scores[value]), 100) for value in values]
     known = [(place, cell) for place, cell in zip(_places(values), cells) if cell is not None]
-    axes.errorbar(
+    drawn = axes.errorbar(
         [place for place, _ in known],
         [cell.mean for _, cell in known],
         [cell.std or 0.0 for _, cell in known] if errors else None,
@@ -172,6 +179,10 @@ def _line(axes: Axes, scores: Scores, number: int, label: str, errors: bool = Tr
         elinewidth=0.8,
         label=label,
     )
+    step = min(APART, SPREAD / max(1, count - 1))
+    beside = offset_copy(axes.transData, axes.figure, (number - (count - 1) / 2) * step, units="points")
+    for artist in drawn.get_children():
+        artist.set_transform(beside)
 
 
 def _shared_legend(figure: Figure, panels: Sequence[Axes]) -> None:
@@ -192,7 +203,7 @@ def imbalance_figure(
     figure, panels = new_figure(PAGE, 2.4, 1, 2)
     for axes, metric, letter in zip(panels, ("macro_f1", "tail_f1"), "ab"):
         for number, (method, metrics) in enumerate(studies.items()):
-            _line(axes, metrics.get(metric, {}), number, (names or {}).get(method, method))
+            _line(axes, metrics.get(metric, {}), number, len(studies), (names or {}).get(method, method))
         ratios = sorted({ratio for metrics in studies.values() for ratio in metrics.get(metric, {})})
         axes.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
         axes.set(

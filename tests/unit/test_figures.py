@@ -60,6 +60,7 @@ def test_curves_of_all_seeds_with_their_mean():
     (axes,) = training_curves({"Judge": runs}, {"loss": "Loss", "absent": "Absent"}).axes[:1]
     assert len(axes.lines) == 4
     assert axes.lines[-1].get_ydata().tolist() == [3, 2, 1.5]
+    assert all(line.get_xdata()[0] == 1 for line in axes.lines)  # as the console counts
 
 
 def test_confusion_shows_counts():
@@ -79,6 +80,24 @@ def test_sweep_marks_the_default(values):
     assert len(shown) == 4
     assert all(f"default {values[1]}" in [text.get_text() for text in axes.texts] for axes in shown)
     assert shown[0].lines[0].get_ydata() == pytest.approx([55, 55, 55])
+
+
+@pytest.mark.parametrize("count", [2, 12])
+def test_error_bars_at_one_value_stand_side_by_side(count):
+    scores = {f"m{number}": {16: [0.5, 0.6], 32: [0.4, 0.6]} for number in range(count)}
+    figure = sweep_figure({"a": scores}, setting="K")
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    points = 72 / figure.dpi
+    bars = [
+        bars.get_transform().transform(bars.get_segments()[0])[0, 0] * points for bars in axes.collections
+    ]  # where each series' bar at 16 stands, in points
+    assert np.diff(bars).min() > 0.7
+    middle = axes.transData.transform((16, 0))[0] * points
+    assert np.mean(bars) == pytest.approx(middle)
+    assert max(np.abs(np.asarray(bars) - middle)) < 5
+    assert axes.get_ylim()[0] < 40  # the bars are within the picture
+    assert axes.get_xlim()[0] < 16
 
 
 def test_imbalance_writes_gains():
