@@ -28,7 +28,8 @@ TEMPLATES = Path(__file__).with_name("templates")
 SIZE_LIMIT = 10 * 2**20  # of the whole page
 WIDTHS = (1600, 1200, 900, 640, 420, 280)  # pixels a picture is reduced to, tried in turn until the page fits
 SHORT = 24  # characters of a name that never wraps
-WIDE = 1.75  # width over height from which a picture takes a row of its own
+SCALE = 0.75  # of the page's pixels to a picture's: figures of any size have text as large as the page's
+WIDE = 750  # the page's pixels from which a picture takes a row of its own: half a row would make its text too small
 JPEG_ABOVE = 400_000  # bytes of PNG: that is a photograph (a slide), which JPEG holds in a tenth
 
 
@@ -88,7 +89,7 @@ def build_report(
     }
     page = ""
     for width in WIDTHS:
-        images = {key: _data_uri(*source, width) for key, source in sources.items()}
+        images = {key: (_data_uri(*source, width), *_shown_size(source[1])) for key, source in sources.items()}
         page = _render(title, subtitle, sections, provenance, config_yaml, warnings, images)
         if len(page.encode()) <= size_limit:
             break
@@ -152,7 +153,7 @@ def _block(block: Block, images: Mapping[int, tuple[str, int, int]]) -> dict[str
         uri, width, height = images[id(block)]
         return {
             "kind": "picture",
-            "wide": width > WIDE * height,
+            "wide": width > WIDE,
             "uri": uri,
             "width": width,
             "height": height,
@@ -256,10 +257,15 @@ def _load(picture: Picture) -> tuple[bytes, Image.Image]:
     return data, image.convert("RGB")
 
 
-def _data_uri(data: bytes, image: Image.Image, width: int) -> tuple[str, int, int]:
-    """(data URI, width, height) with at most `width` pixels across; a small PNG goes in as it is."""
+def _shown_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height on a page that is wide enough, however far the picture was reduced."""
+    return round(SCALE * image.width), round(SCALE * image.height)
+
+
+def _data_uri(data: bytes, image: Image.Image, width: int) -> str:
+    """At most `width` pixels across; a small PNG goes in as it is."""
     if image.width <= width and len(data) <= JPEG_ABOVE and data.startswith(b"\x89PNG"):
-        return f"data:image/png;base64,{base64.b64encode(data).decode()}", image.width, image.height
+        return f"data:image/png;base64,{base64.b64encode(data).decode()}"
     if image.width > width:
         image = image.resize((width, max(1, round(image.height * width / image.width))), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
@@ -269,4 +275,4 @@ def _data_uri(data: bytes, image: Image.Image, width: int) -> tuple[str, int, in
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=85)
         kind = "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}", image.width, image.height
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -150,11 +150,21 @@ def test_pictures_shrink_until_the_page_fits(tmp_path):
     kind, data = re.fullmatch(r"data:image/(png|jpeg);base64,(.*)", picture["src"]).groups()
     with Image.open(io.BytesIO(base64.b64decode(data))) as image:
         assert image.format.lower() == kind
-        assert (image.width, image.height) == (int(picture["width"]), int(picture["height"]))
+        assert (picture["width"], picture["height"]) == ("788", "525")  # shown as large as it would be unreduced
         assert image.width < 1050
         assert image.width / image.height == pytest.approx(1.5, abs=0.01)
     with pytest.raises(DecoError, match="fewer pictures"):
         page(tmp_path, picture=big, size_limit=20_000)
+
+
+def test_every_figure_is_shown_at_one_scale_and_large_ones_have_a_row_to_themselves(tmp_path):
+    inches = [(3.4, 2.5), (7, 2.3), (3.4, 1.9), (11, 8)]
+    pictures = [Picture(new_figure(*size)[0], str(size)) for size in inches]
+    alone = Section("Alone", [Picture(new_figure(3.4, 2)[0], "alone")])
+    build_report(tmp_path / "r.html", "t", [Section("Side by side", pictures), alone], {}, "")
+    found = Reader((tmp_path / "r.html").read_text())
+    assert [int(image["width"]) for image in found.named("img")] == [510, 1050, 510, 1650, 510]
+    assert [figure.get("class") for figure in found.named("figure")] == [None, "wide", None, "wide", "wide"]
 
 
 def test_small_pngs_are_embedded_untouched_and_transparency_is_put_on_white(tmp_path):
