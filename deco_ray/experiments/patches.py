@@ -80,6 +80,6 @@ def example_heatmaps(config: Config, site: Site, run: Run, folder: Path) -> Iter
             return  # a cohort without coordinates has nothing to draw
         found = judge.contributions(bag, bag.label)
         predicted = site.cohort.classes[int(found.log_probabilities.argmax())]
-        title = f"{slide}: {site.cohort.classes[bag.label]}, calibrated prediction {predicted}"
+        title = f"{site.cohort.classes[bag.label]}, calibrated prediction {predicted}"
         write_slide(judge.maps(site.cohort, bag, found, title=title), folder)
         yield slide, folder / f"{slide}.png"

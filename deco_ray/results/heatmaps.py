@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from deco_ray.results.thumbnail import Thumbnail, read_thumbnail
 
 PANEL = 2.4  # inches
 SHAPES = (0.45, 1.7)  # height over width of a panel: longer slides get empty margins
-CLIP = 99.0  # percentile at which colours saturate, so that one extreme patch does not wash out the rest
+CLIP = 99.0  # percentile at which attention saturates, so that one extreme patch does not wash out the rest
+LEAST_EFFECT = 1e-3  # where the contribution's scale ends at the least: tables show less as 0.000
+HEADING = 110  # characters of a line that fit across a page in bold, capitals too
 LESION_INK = "#FFD700"
 
 
@@ -79,7 +82,8 @@ def heatmap_figure(maps: SlideMaps) -> Figure:
     thumbnail = read_thumbnail(maps.image, maps.level0) if maps.image is not None else None
     level0 = maps.level0 or (thumbnail.level0 if thumbnail else None)
     lesions = read_lesions(maps.annotation, level0) if maps.annotation is not None else []
-    page = Page(raster, size)
+    heading = textwrap.wrap(f"{maps.slide_id}   {maps.title}", HEADING)
+    page = Page(raster, size, lines=len(heading))
     for number, axes in enumerate(page.panels):
         _tissue(axes, thumbnail, grey=number > 0)
     if thumbnail is None:
@@ -92,20 +96,21 @@ def heatmap_figure(maps: SlideMaps) -> Figure:
     relative, top = None, 1.0
     if maps.attention is not None:
         relative = np.asarray(maps.attention, dtype=float) * len(coords) / max(float(np.sum(maps.attention)), 1e-30)
-        top = max(float(np.percentile(relative, CLIP)), 1e-12)
+        # never below the uniform share: else all but the one patch that has it all would look like that patch
+        top = max(float(np.percentile(relative, CLIP)), 1.0)
     _scale(page, 4, relative, raster, alpha, "Attention", "times the uniform share", "magma_r", Normalize(0, top))
     for axes in page.panels:
         _outline(axes, lesions)
-    page.write(f"{maps.slide_id}   {maps.title}".strip(), _caption(len(coords), size, raster, lesions))
+    page.write("\n".join(heading), _caption(len(coords), size, raster, lesions))
     return page.figure
 
 
 class Page:
     """Five equal panels with a strip for a colour bar below each, placed in inches: no slide's shape upsets it."""
 
-    LEFT, GAP, TOP, BOTTOM = 0.12, 0.16, 0.62, 0.78
+    LEFT, GAP, TOP, LINE, BOTTOM = 0.12, 0.16, 0.45, 0.17, 0.78
 
-    def __init__(self, raster: PatchRaster, patch_size: float) -> None:
+    def __init__(self, raster: PatchRaster, patch_size: float, lines: int = 1) -> None:
         margin = max(patch_size, 0.02 * float((raster.high - raster.low).max()))
         low, high = raster.low - margin, raster.high + margin
         width, height = high - low
@@ -113,7 +118,7 @@ class Page:
         middle = (low + high) / 2
         half = np.array([max(width, height / shape), max(height, width * shape)]) / 2  # the panel's shape, in pixels
         self.width = 2 * self.LEFT + 5 * PANEL + 4 * self.GAP
-        self.height = self.TOP + PANEL * shape + self.BOTTOM
+        self.height = self.TOP + lines * self.LINE + PANEL * shape + self.BOTTOM
         self.figure = Figure(figsize=(self.width, self.height))
         FigureCanvasAgg(self.figure)
         self.panels = [self._axes(number, self.BOTTOM, PANEL, PANEL * shape) for number in range(5)]
@@ -137,10 +142,10 @@ class Page:
         self.figure.colorbar(ScalarMappable(norm, cmap), cax=axes, orientation="horizontal", extend=extend)
         axes.set_xlabel(label, fontsize=7.5, labelpad=1)
         axes.tick_params(labelsize=7, pad=1.5, length=2)
-        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.ticklabel_format(axis="x", style="plain", useOffset=False)  # a power of ten would run into the label
 
     def write(self, heading: str, caption: str) -> None:
-        heading = heading if len(heading) < 150 else heading[:147] + "…"
         left = self.LEFT / self.width
         top = 1 - 0.1 / self.height
         self.figure.text(left, top, heading, va="top", fontsize=10, fontweight="bold", color=INK, parse_math=False)
@@ -225,11 +230,12 @@ def _contribution(page: Page, maps: SlideMaps, raster: PatchRaster, alpha: float
         _missing(page.panels[2], title, "none: the normal class\nis not scored")
         return
     # symmetric, so that zero is white and red always means evidence for the class
-    limit = max(float(np.percentile(np.abs(maps.contribution), CLIP)), 1e-12)
+    # up to the largest: an anchor of few patches is no outlier but what the panel is to show
+    limit = max(float(np.abs(maps.contribution).max()), LEAST_EFFECT)
     norm = Normalize(-limit, limit)
     _paint(page.panels[2], raster.mean(maps.contribution), raster, "RdBu_r", norm, alpha if alpha == 1 else 0.8)
     page.panels[2].set_title(title)
-    page.bar(2, "RdBu_r", norm, "against  ←  E′  →  for the class", "both")
+    page.bar(2, "RdBu_r", norm, "against  ←  E′  →  for the class", "neither")
 
 
 def _scale(

@@ -12,8 +12,12 @@ from conftest import write_tiny_cohort
 from fabricated_run import write_run_artefact
 
 from deco_ray.anchors import Anchors
-from deco_ray.config import CounterfactualSection, MaskingSection
+from deco_ray.artefacts import ArtefactStore
+from deco_ray.cohort.splits import make_split
+from deco_ray.config import Config, CounterfactualSection, MaskingSection, SplitSection
 from deco_ray.errors import DecoError
+from deco_ray.experiments import patches
+from deco_ray.experiments.site import Site
 from deco_ray.keys import generator
 from deco_ray.models.saved import load_model
 from deco_ray.results.explain import EXAMPLES, TOP, explain_slide, headline, write_page, write_tables
@@ -121,6 +125,20 @@ def refusal(*arguments) -> str:
     with pytest.raises(DecoError) as raised:
         main([str(argument) for argument in arguments])
     return str(raised.value)
+
+
+def test_a_reports_heatmaps_name_their_slide_once(explainer, tiny_cohort, tmp_path, monkeypatch):
+    site = Site(
+        tiny_cohort, make_split(tiny_cohort, SplitSection(val_per_class=2, test_per_class=3)), ArtefactStore(tmp_path)
+    )
+    written = []
+    monkeypatch.setattr(patches, "explainer", lambda *_: explainer)
+    monkeypatch.setattr(patches, "write_slide", lambda maps, _: written.append(maps))
+    found = [slide for slide, _ in patches.example_heatmaps(Config(), site, None, tmp_path)]
+    assert found == [maps.slide_id for maps in written] != []
+    for maps in written:  # the page itself puts the id before the title
+        assert maps.slide_id not in maps.title
+        assert "calibrated prediction" in maps.title
 
 
 def test_everything_wrong_is_told_before_any_work(stage, tiny_cohort, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 import time
 
@@ -84,6 +85,51 @@ def test_a_page_has_five_titled_panels_and_a_symmetric_contribution_scale():
     assert norm.vmin == -norm.vmax
     assert figure.axes[3].images[-1].norm.vmax == 1
     figure.canvas.draw()
+
+
+def test_peaked_attention_leaves_the_other_patches_pale():
+    n = 200
+    attention = np.where(np.arange(n) % 2, 0.05, 0.01) * 3e-4 / n
+    attention[57] = 0.9997
+    figure = heatmap_figure(maps(n, attention=attention))
+    image = figure.axes[4].images[-1]
+    shades = image.cmap(image.norm([0.01, 0.05, 199.9]))[:, :3].mean(1)  # brightness
+    assert shades[0] > 0.8
+    assert shades[1] > 0.8
+    assert shades[2] < 0.1
+    assert image.norm.vmax == 1  # the uniform share
+
+
+def test_a_rare_anchor_with_all_the_evidence_is_the_only_one_in_colour():
+    contribution = np.full(200, 2e-3)
+    contribution[57] = -1.2  # less than one patch in a hundred
+    norm = heatmap_figure(maps(200, contribution=contribution)).axes[2].images[-1].norm
+    assert (norm.vmin, norm.vmax) == (-1.2, 1.2)
+    norm = heatmap_figure(maps(200, contribution=np.full(200, 1e-7))).axes[2].images[-1].norm
+    assert norm.vmax == 1e-3  # the last digit of the tables: what is 0.000 there is white here
+
+
+@pytest.mark.parametrize("scale", [1e-7, 1e-3, 5e-3, 40.0])
+def test_colour_bars_have_plain_numbers_apart_from_each_other(scale):
+    figure = heatmap_figure(maps(contribution=scale * np.linspace(-1, 1, 12), attention=np.linspace(1e-9, 1, 12)))
+    figure.canvas.draw()
+    for axes in figure.axes[5:]:
+        assert axes.xaxis.get_offset_text().get_text() == ""
+        boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
+        shown = sorted((box.x0, box.x1) for box in boxes)
+        assert all(left[1] < right[0] for left, right in itertools.pairwise(shown))
+
+
+def test_long_headings_are_whole():
+    title = "Calibrated prediction: adenocarcinoma (58%). Labelled adenocarcinoma (58%). "
+    title += "Explained: adenocarcinoma, against its rival HIGH-GRADE DYSPLASIA (31%)."
+    figure = heatmap_figure(maps(title=title))
+    figure.canvas.draw()
+    heading = figure.texts[0]
+    assert " ".join(heading.get_text().split()) == f"s1 {title}"
+    box = heading.get_window_extent()
+    assert box.x1 < figure.bbox.x1
+    assert box.y0 > max(axes.title.get_window_extent().y1 for axes in figure.axes[:5])
 
 
 def test_a_normal_slide_says_why_it_has_no_contributions():
