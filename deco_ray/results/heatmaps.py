@@ -80,6 +80,8 @@ def heatmap_figure(maps: SlideMaps) -> Figure:
     size = patch_size_of(coords, maps.patch_size, maps.slide_id)
     raster = PatchRaster(coords, size)
     thumbnail = read_thumbnail(maps.image, maps.level0) if maps.image is not None else None
+    if thumbnail is not None:
+        _check_fits(maps, thumbnail, raster, size)
     level0 = maps.level0 or (thumbnail.level0 if thumbnail else None)
     lesions = read_lesions(maps.annotation, level0) if maps.annotation is not None else []
     heading = textwrap.wrap(f"{maps.slide_id}   {maps.title}", HEADING)
@@ -156,6 +158,18 @@ def _caption(count: int, size: float, raster: PatchRaster, lesions: list[Lesion]
     width, height = raster.high - raster.low
     text = f"{count:,} patches of {size:,.0f} px; tissue {width:,.0f} × {height:,.0f} px at level 0"
     return text + ("; yellow: annotated lesions" if lesions else "")
+
+
+def _check_fits(maps: SlideMaps, thumbnail: Thumbnail, raster: PatchRaster, size: float) -> None:
+    """Refuse a picture that ends before the patches do, by more than the patch that may stick out of a slide."""
+    if (raster.high <= np.add(thumbnail.level0, size)).all():
+        return
+    (right, bottom), (width, height) = raster.high, thumbnail.level0
+    hint = "" if maps.level0 else " (a reduced one only where the features state the slide's size, as TRIDENT's do)"
+    raise DecoError(
+        f"slide {maps.slide_id}: its patches reach to {right:.0f} x {bottom:.0f} px at level 0, but {maps.image} ends "
+        f"at {width} x {height}; give the slide's own file or a picture of all of it{hint}, or draw without it"
+    )
 
 
 def _tissue(axes: Axes, thumbnail: Thumbnail | None, grey: bool) -> None:

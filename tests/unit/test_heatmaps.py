@@ -185,6 +185,22 @@ def test_thumbnail_ties_pixels_to_level_0(tmp_path):
     assert figure.axes[0].images[0].get_extent() == [0, 3000, 2000, 0]
 
 
+def test_a_picture_that_cannot_be_the_slides_is_refused_with_both_sizes(tmp_path):
+    picture = tmp_path / "t.png"
+    Image.new("RGB", (222, 297), "red").save(picture)
+    with pytest.raises(DecoError, match=r"t\.png has 222 x 297 pixels, the slide 7168 x 6656 at level 0"):
+        read_thumbnail(picture, (7168, 6656))
+    read_thumbnail(picture, (7168, 9600))  # its shape but for rounding
+    with pytest.raises(DecoError, match=r"s1: its patches reach to 2024 x 1768 px .* ends at 222 x 297;.*TRIDENT"):
+        heatmap_figure(maps(image=picture))
+    with pytest.raises(
+        DecoError, match=r"ends at 1000 x 1338; give the slide's own file or a picture of all of it, or"
+    ):
+        heatmap_figure(maps(image=picture, level0=(1000, 1338)))
+    Image.new("RGB", (2000, 1600), "red").save(picture)
+    heatmap_figure(maps(image=picture))  # the last patches stick out, as they do where a grid covers the whole slide
+
+
 def test_a_slide_file_needs_the_extra_or_says_so(tmp_path, monkeypatch):
     (tmp_path / "broken.svs").write_bytes(b"not a slide")
     with pytest.raises(DecoError, match=r"broken\.svs cannot be read"):
@@ -206,6 +222,9 @@ def test_a_slide_without_small_levels_is_refused_before_it_fills_the_memory(tmp_
     path = tmp_path / "flat.tif"
     tifffile.imwrite(path, np.full((256, 512, 3), 200, np.uint8), tile=(64, 64), photometric="rgb")
     assert read_thumbnail(path, longest=100).image.shape == (50, 100, 3)
+    assert read_thumbnail(path, (2048, 1024)).level0 == (2048, 1024)  # an export of the slide at a quarter of its size
+    with pytest.raises(DecoError, match=r"^\S+flat\.tif has 512 x 256 pixels, the slide 1024 x 2048 at level 0"):
+        read_thumbnail(path, (1024, 2048))
     monkeypatch.setattr(thumbnail, "MOST_PIXELS", 512 * 256 - 1)
     with pytest.raises(DecoError, match=r"^\S+flat\.tif: the level fit for a thumbnail has 512 x 256 pixels"):
         read_thumbnail(path, longest=100)
