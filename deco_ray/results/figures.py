@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import offset_copy
+from matplotlib.transforms import ScaledTranslation
 
 from deco_ray.results.canvas import (
     COLUMN,
@@ -180,7 +180,8 @@ def _line(axes: Axes, scores: Scores, number: int, count: int, label: str, error
         label=label,
     )
     step = min(APART, SPREAD / max(1, count - 1))
-    beside = offset_copy(axes.transData, axes.figure, (number - (count - 1) / 2) * step, units="points")
+    inches = (number - (count - 1) / 2) * step / 72
+    beside = axes.transData + ScaledTranslation(inches, 0, axes.figure.dpi_scale_trans)
     for artist in drawn.get_children():
         artist.set_transform(beside)
 

@@ -174,7 +174,7 @@ def show(cell: Any, digits: int) -> str:
     if isinstance(cell, Estimate):
         return cell.text(digits) if math.isfinite(cell.mean) else DASH
     if isinstance(cell, (float, np.floating)):
-        return decimal(cell, digits)
+        return decimal(float(cell), digits)
     if isinstance(cell, (int, np.integer)) and not isinstance(cell, bool):
         return f"{cell:,}"
     return str(cell)
