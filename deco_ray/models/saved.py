@@ -16,7 +16,7 @@ FACTS, WEIGHTS = "model.json", "model.pt"
 
 
 def load_facts(folder: str | Path) -> dict[str, Any]:
-    """model.json: name, options, dim, classes, encoder, train_counts, seed."""
+    """model.json: name, options, dim, classes, encoder, train_counts, seen_slides, seed."""
     path = Path(folder) / FACTS
     try:
         facts = json.loads(path.read_text())

@@ -63,6 +63,15 @@ class Ensemble:
         """The first that a model names."""
         return next((encoder for member in self.members if (encoder := member.facts.get("encoder"))), None)
 
+    @property
+    def seen(self) -> set[str]:
+        """Ids of the slides that any model was trained on or chosen by, of those models that say."""
+        return {slide for member in self.members for slide in member.facts.get("seen_slides", ())}
+
+    @property
+    def says_seen(self) -> bool:
+        return all("seen_slides" in member.facts for member in self.members)
+
     def probabilities(self, features: Tensor) -> np.ndarray:  # [N, d] -> [M, C]
         with torch.inference_mode():
             return torch.stack([member.probabilities(features) for member in self.members]).numpy()

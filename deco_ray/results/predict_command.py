@@ -21,7 +21,8 @@ EXAMPLE = """examples:
 
 The table has slide_id, predicted and p_<class> for every class; with several models p is their mean, std_<class>
 their spread and agreement the share of models that choose the predicted class. Slides need no labels; where labels
-are known (in the cohort, in labels.csv beside the features, or with --labels), scores are printed too."""
+are known (in the cohort, in labels.csv beside the features, or with --labels), scores are printed too, of the slides
+that no model was trained on or chosen by."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,8 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from deco_ray.experiments.session import connect, resolve
     from deco_ray.results import predict as job
     from deco_ray.results.ensemble import Ensemble
-    from deco_ray.results.trained import trained_on
-    from deco_ray.results.ungraded import CohortSlides, open_slides, read_truth
+    from deco_ray.results.ungraded import open_slides, read_truth
 
     # everything that can be wrong is found before Ray starts
     out = job.check_output(resolve(arguments.out, "--out"))
@@ -46,14 +46,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         truth = read_truth(resolve(arguments.labels, "--labels"), ensemble.classes)
     elif not arguments.ignore_labels:
         truth = slides.labels(ensemble.classes)
-    if isinstance(slides, CohortSlides) and slides.cohort.checksum in map(trained_on, folders):
-        print("note: the model was trained on slides of this cohort; for honest scores see the report's test slides")
     connect(ResourceSection())
     graded = job.predict(ensemble, slides, on_error=arguments.on_error)
     frame = job.prediction_frame(graded, ensemble.classes, truth)
     job.write_predictions(out, frame, graded.rejected)
-    print(closing(graded, ensemble.classes, frame["predicted"].tolist(), out, job.scores(graded, ensemble, truth)))
+    labelled, seen = [slide for slide in graded.slide_ids if slide in truth], ensemble.seen
+    new = {slide: truth[slide] for slide in labelled if slide not in seen}
+    found = job.scores(graded, ensemble, new)
+    cautions = seen_cautions(len(labelled), len(new), ensemble.says_seen)
+    kind = "labelled" if len(new) == len(labelled) else "new labelled"
+    print(closing(graded, ensemble.classes, frame["predicted"].tolist(), out, found, kind, cautions))
     return 0
+
+
+def seen_cautions(labelled: int, new: int, models_say: bool) -> list[str]:
+    """What to hold of the scores where slides with labels are those the models learnt from, or may be."""
+    cautions = []
+    if new < labelled:
+        rest = f"those above are of the other {new}" if new else "none are shown"
+        cautions.append(
+            f"warning: {labelled - new} of the {labelled} labelled slides were trained on or chosen by (told by their "
+            f"ids); their scores say nothing about new slides, so {rest}"
+        )
+    if new and not models_say:
+        cautions.append(
+            "note: a model does not say which slides it was trained on (an older version made it); the scores promise "
+            "too much if some of these are among them"
+        )
+    return cautions
 
 
 def _folders(arguments: argparse.Namespace, scratch: Path) -> list[Path]:
@@ -134,9 +154,15 @@ def _tau(text: str) -> float:
 
 
 def closing(
-    graded: Graded, classes: Sequence[str], predicted: Sequence[str], out: Path, found: dict[str, Any] | None
+    graded: Graded,
+    classes: Sequence[str],
+    predicted: Sequence[str],
+    out: Path,
+    found: dict[str, Any] | None,
+    scored: str = "labelled",
+    cautions: Sequence[str] = (),
 ) -> str:
-    """How many slides got which class, how good that is where labels are known, and where the table lies."""
+    """How many slides got which class, how good that is on the `scored` slides, and where the table lies."""
     from deco_ray.results.canvas import metric_name
     from deco_ray.results.predict import rejected_path
     from deco_ray.results.tables import Column, Table
@@ -144,14 +170,15 @@ def closing(
     counts: list[list[Any]] = [[name, predicted.count(name)] for name in classes]
     columns = [Column("class"), Column("predicted")]
     if found is not None:
-        columns += [Column("labelled"), Column("F1", digits=3)]
+        columns += [Column(scored), Column("F1", digits=3)]
         for row, support, f1 in zip(counts, found["support"], found["f1_per_class"]):
             row += [support, f1]
     lines = ["", Table(tuple(columns), counts).plain()]
     if found is not None:
         names = ("acc", "balanced_acc", "auc", "macro_f1", "head_f1", "medium_f1", "tail_f1", "ece")
         rows = [[metric_name(name), found[name]] for name in names if found[name] is not None]
-        lines.append(Table((Column(f"{found['n']} labelled slides"), Column("score", digits=3)), rows).plain())
+        lines.append(Table((Column(f"{found['n']} {scored} slides"), Column("score", digits=3)), rows).plain())
+    lines += cautions
     models = graded.probabilities.shape[1]
     lines.append(f"{len(graded.slide_ids)} slides, {models} {'model' if models == 1 else 'models'}: {out}")
     if graded.rejected:

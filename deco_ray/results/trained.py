@@ -113,14 +113,6 @@ def evidence(run: TrainedRun) -> Evidence:
     )
 
 
-def trained_on(folder: Path) -> str | None:
-    """Checksum of the cohort the model at `folder` learnt from, where its record is beside it."""
-    try:
-        return json.loads((folder / RECORD).read_text())["inputs"]["cohort"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def fetch(uri: str, storage: Path, target: Path) -> Path:
     """An MLflow model's files below `target`; the folder with model.json and model.pt. Nothing is unpickled.
 

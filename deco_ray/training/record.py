@@ -46,6 +46,7 @@ def write_run(
         "normal_class": cohort.meta.normal_class,
         "encoder": cohort.meta.encoder,
         "train_counts": slides.train_counts,
+        "seen_slides": [*slides.train, *slides.val],  # trained on or chosen by; goes wherever the model goes
         "post_hoc_tau": spec.training.post_hoc_tau,
         "seed": spec.seed,
     }

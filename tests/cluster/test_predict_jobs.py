@@ -46,8 +46,34 @@ def test_an_ensemble_grades_a_cohort_as_one_process_would(ray_cluster, folders, 
     np.testing.assert_allclose(frame[columns], expected.mean(1), rtol=1e-5)
     np.testing.assert_allclose(frame["std_b"], expected.std(1, ddof=1)[:, 1], rtol=1e-3, atol=1e-7)
     right = (expected.mean(1).argmax(1) == tiny_cohort.slides["label"]).mean()
-    assert f"{right:.3f}" in capsys.readouterr().out  # labels are known, so scores are printed
+    told = capsys.readouterr().out
+    assert f"{right:.3f}" in told  # labels are known, so scores are printed
+    assert "note: a model does not say which slides it was trained on" in told
     assert not (tmp_path / "grades.parquet.rejected.csv").exists()
+
+
+def test_slides_the_model_learnt_from_are_told_and_not_scored(ray_cluster, tiny_cohort, tmp_path, capsys):
+    ids = tiny_cohort.slides["slide_id"].tolist()
+    parts = {"seen_slides": ids[:20], "classes": CLASSES, "encoder": None}
+    model = write_run_artefact(tmp_path / "model", **parts)
+    whole = write_run_artefact(tmp_path / "whole", **parts | {"seen_slides": ids})
+    features = tmp_path / "features"  # another copy of the slides, as they were before they became a cohort
+    features.mkdir()
+    for slide in ids:
+        np.save(features / f"{slide}.npy", 3 * tiny_cohort.bag(slide).features.numpy())
+    labels = [f"{slide},{slide},{CLASSES[label]}" for slide, label in zip(ids, tiny_cohort.slides["label"])]
+    (features / "labels.csv").write_text("\n".join(["case_id,slide_id,label", *labels]))
+    asked = ("--features", features, "--out", tmp_path / "grades.csv")
+    run(predict_command, "--model", model, *asked)
+    told = capsys.readouterr().out
+    assert "warning: 20 of the 29 labelled slides were trained on or chosen by" in told
+    frame = pd.read_csv(tmp_path / "grades.csv").set_index("slide_id").loc[ids[20:]]
+    assert "9 new labelled slides" in told
+    assert f"{(frame['label'] == frame['predicted']).mean():.3f}" in told
+    run(predict_command, "--model", model, "--model", whole, *asked)
+    told = capsys.readouterr().out
+    assert "29 of the 29 labelled slides" in told
+    assert "ACC" not in told
 
 
 def cohort_with_a_bad_slide(path) -> Cohort:
@@ -74,8 +100,9 @@ def test_one_bad_slide_is_listed_and_the_rest_are_graded(ray_cluster, folders, t
     assert pd.read_csv(f"{out}.rejected.csv")["slide_id"].tolist() == ["n17"]
 
 
-def test_a_model_logged_to_mlflow_grades_a_folder_of_files(ray_cluster, folders, tiny_cohort, tmp_path, monkeypatch):
+def test_a_model_logged_to_mlflow_grades_a_folder_of_files(ray_cluster, tiny_cohort, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folders = [write_run_artefact(tmp_path / "model", classes=CLASSES, encoder=None, seen_slides=["s2_001"])]
     tracker = Tracker.open(TrackingSection(), tmp_path / "runs", tiny_cohort)
     child = tracker.child(tracker.parent("p", "pipeline", "d"), "final s0", "d0")
     child.log_run_artefact(folders[0])
@@ -91,6 +118,9 @@ def test_a_model_logged_to_mlflow_grades_a_folder_of_files(ray_cluster, folders,
     for _, row in frame.iterrows():
         expected = Ensemble.load(folders[:1]).probabilities(tiny_cohort.bag(row["slide_id"]).features)[0]
         np.testing.assert_allclose(row[["p_a", "p_b", "p_c"]].to_numpy(float), expected, rtol=1e-4)
+    (tmp_path / "labels.csv").write_text("case_id,slide_id,label\n,s0_000,a\n,s2_001,c\n")
+    run(predict_command, "--mlflow", f"runs:/{child.run_id}/model", *asked, "--labels", tmp_path / "labels.csv")
+    assert "warning: 1 of the 2 labelled slides were trained on or chosen by" in capsys.readouterr().out
     with pytest.raises(DecoError, match="MLflow has no model"):
         run(predict_command, "--mlflow", "runs:/0123456789abcdef/model", *asked)
 

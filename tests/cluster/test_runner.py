@@ -76,6 +76,7 @@ def test_a_run_leaves_a_complete_artefact_and_is_not_run_twice(tiny_cohort, spli
     np.testing.assert_allclose(predictions[["p_0", "p_1", "p_2"]].sum(axis=1), 1)
     model, facts = load_model(folder)
     assert facts["train_counts"] == split.train_counts(tiny_cohort)
+    assert facts["seen_slides"] == split.ids("train") + split.ids("val")
     row = predictions[predictions["split"] == "test"].iloc[0]
     with torch.inference_mode():
         again = model(tiny_cohort.bag(row["slide_id"]).features).double().softmax(-1)
