@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from pathlib import Path
@@ -15,13 +16,20 @@ from deco_ray.models.tensors import load_tensors
 FACTS, WEIGHTS = "model.json", "model.pt"
 
 
+def slide_mark(slide_id: str) -> str:
+    """Tells a slide to whoever has it: a model gets about, and slide ids can name patients."""
+    return hashlib.sha256(slide_id.encode()).hexdigest()[:16]
+
+
 def load_facts(folder: str | Path) -> dict[str, Any]:
-    """model.json: name, options, dim, classes, encoder, train_counts, seen_slides, seed."""
+    """model.json: name, options, dim, classes, encoder, train_counts, seen_slides (marks), seed."""
     path = Path(folder) / FACTS
     try:
         facts = json.loads(path.read_text())
         if not isinstance(facts["name"], str) or not facts["classes"] or int(facts["dim"]) < 1:
             raise ValueError("name, dim or classes are empty")
+        if not isinstance(facts.get("seen_slides", []), list):
+            raise ValueError("seen_slides is no list")
     except FileNotFoundError:
         raise ModelError(
             f"no trained model at {folder} (no {FACTS} there); give the folder of a finished run"

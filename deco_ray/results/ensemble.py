@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deco_ray.errors import ModelError
 from deco_ray.models.protocol import Aggregator
-from deco_ray.models.saved import load_model
+from deco_ray.models.saved import load_model, slide_mark
 from deco_ray.training.losses import adjust_logits, log_prior
 
 
@@ -63,10 +63,10 @@ class Ensemble:
         """The first that a model names."""
         return next((encoder for member in self.members if (encoder := member.facts.get("encoder"))), None)
 
-    @property
-    def seen(self) -> set[str]:
-        """Ids of the slides that any model was trained on or chosen by, of those models that say."""
-        return {slide for member in self.members for slide in member.facts.get("seen_slides", ())}
+    def seen(self, slide_ids: Iterable[str]) -> set[str]:
+        """Those of the slides that any model was trained on or chosen by, of the models that say."""
+        marks = {mark for member in self.members for mark in member.facts.get("seen_slides", ())}
+        return {slide for slide in slide_ids if slide_mark(slide) in marks}
 
     @property
     def says_seen(self) -> bool:

@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     graded = job.predict(ensemble, slides, on_error=arguments.on_error)
     frame = job.prediction_frame(graded, ensemble.classes, truth)
     job.write_predictions(out, frame, graded.rejected)
-    labelled, seen = [slide for slide in graded.slide_ids if slide in truth], ensemble.seen
+    labelled = [slide for slide in graded.slide_ids if slide in truth]
+    seen = ensemble.seen(labelled)
     new = {slide: truth[slide] for slide in labelled if slide not in seen}
     found = job.scores(graded, ensemble, new)
     cautions = seen_cautions(len(labelled), len(new), ensemble.says_seen)

@@ -13,7 +13,7 @@ import torch
 
 from deco_ray.cohort.store import Cohort
 from deco_ray.models.protocol import Aggregator
-from deco_ray.models.saved import FACTS, WEIGHTS
+from deco_ray.models.saved import FACTS, WEIGHTS, slide_mark
 from deco_ray.models.tensors import save_tensors
 from deco_ray.results.metrics import evaluate
 from deco_ray.training.engine import Engine
@@ -46,7 +46,7 @@ def write_run(
         "normal_class": cohort.meta.normal_class,
         "encoder": cohort.meta.encoder,
         "train_counts": slides.train_counts,
-        "seen_slides": [*slides.train, *slides.val],  # trained on or chosen by; goes wherever the model goes
+        "seen_slides": [slide_mark(slide) for slide in (*slides.train, *slides.val)],  # trained on or chosen by
         "post_hoc_tau": spec.training.post_hoc_tau,
         "seed": spec.seed,
     }

@@ -17,6 +17,7 @@ from deco_ray.cohort.writer import CohortWriter, SlideFeatures
 from deco_ray.config import TrackingSection
 from deco_ray.errors import DecoError
 from deco_ray.keys import generator
+from deco_ray.models.saved import slide_mark
 from deco_ray.results import explain_command, predict_command
 from deco_ray.results.ensemble import Ensemble
 from deco_ray.results.tracking import Tracker
@@ -54,9 +55,10 @@ def test_an_ensemble_grades_a_cohort_as_one_process_would(ray_cluster, folders, 
 
 def test_slides_the_model_learnt_from_are_told_and_not_scored(ray_cluster, tiny_cohort, tmp_path, capsys):
     ids = tiny_cohort.slides["slide_id"].tolist()
-    parts = {"seen_slides": ids[:20], "classes": CLASSES, "encoder": None}
+    marks = [slide_mark(slide) for slide in ids]
+    parts = {"seen_slides": marks[:20], "classes": CLASSES, "encoder": None}
     model = write_run_artefact(tmp_path / "model", **parts)
-    whole = write_run_artefact(tmp_path / "whole", **parts | {"seen_slides": ids})
+    whole = write_run_artefact(tmp_path / "whole", **parts | {"seen_slides": marks})
     features = tmp_path / "features"  # another copy of the slides, as they were before they became a cohort
     features.mkdir()
     for slide in ids:
@@ -102,7 +104,9 @@ def test_one_bad_slide_is_listed_and_the_rest_are_graded(ray_cluster, folders, t
 
 def test_a_model_logged_to_mlflow_grades_a_folder_of_files(ray_cluster, tiny_cohort, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    folders = [write_run_artefact(tmp_path / "model", classes=CLASSES, encoder=None, seen_slides=["s2_001"])]
+    folders = [
+        write_run_artefact(tmp_path / "model", classes=CLASSES, encoder=None, seen_slides=[slide_mark("s2_001")])
+    ]
     tracker = Tracker.open(TrackingSection(), tmp_path / "runs", tiny_cohort)
     child = tracker.child(tracker.parent("p", "pipeline", "d"), "final s0", "d0")
     child.log_run_artefact(folders[0])

@@ -18,7 +18,7 @@ from deco_ray.cohort import Cohort
 from deco_ray.cohort.splits import make_split
 from deco_ray.config import ModelSection, ResourceSection, SplitSection, TrainingSection
 from deco_ray.errors import CohortError, DecoError, StageError
-from deco_ray.models.saved import load_model
+from deco_ray.models.saved import load_model, slide_mark
 from deco_ray.training.runner import run_training
 from deco_ray.training.shared import StreamedFeatures, fits, load_features, open_source
 from deco_ray.training.spec import DecoSpec, RunSpec
@@ -76,7 +76,7 @@ def test_a_run_leaves_a_complete_artefact_and_is_not_run_twice(tiny_cohort, spli
     np.testing.assert_allclose(predictions[["p_0", "p_1", "p_2"]].sum(axis=1), 1)
     model, facts = load_model(folder)
     assert facts["train_counts"] == split.train_counts(tiny_cohort)
-    assert facts["seen_slides"] == split.ids("train") + split.ids("val")
+    assert facts["seen_slides"] == [slide_mark(slide) for slide in split.ids("train") + split.ids("val")]
     row = predictions[predictions["split"] == "test"].iloc[0]
     with torch.inference_mode():
         again = model(tiny_cohort.bag(row["slide_id"]).features).double().softmax(-1)
