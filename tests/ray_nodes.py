@@ -51,5 +51,7 @@ class Nodes:
             self.nodes.append(self.add())
 
     def shutdown(self) -> None:
-        ray.shutdown()
-        self.cluster.shutdown()
+        with self.losing:  # a delayed loss ends first
+            self.nodes.clear()  # a later one finds none: Ray would start a head for its successor
+            ray.shutdown()
+            self.cluster.shutdown()
